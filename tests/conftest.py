@@ -1,0 +1,20 @@
+"""Settings that every test runs under: strict promotion, checked shapes, float64 on request."""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+# Shapes and dtypes in the package's signatures are checked in every test. The hook must come before
+# the package is first imported, which is why it stands here.
+install_import_hook("wtdp_jax", "beartype.beartype")
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Runs one test with 64-bit types, where an engine must agree with the oracle to 1e-10."""
+    with jax.enable_x64(True):
+        yield

@@ -1,0 +1,5 @@
+"""Decoder-only language models in plain Flax Linen, and their Hugging Face form."""
+
+from wtdp_jax.models.gpt2 import GPT2, GPT2Config
+
+__all__ = ["GPT2", "GPT2Config"]

@@ -1,0 +1,71 @@
+import os
+import stat
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from wtdp_jax.checkpoint import NUM_KEPT, Checkpoint, Checkpoints
+
+
+def _checkpoint(seed: int) -> Checkpoint:
+    keys = jax.random.split(jax.random.key(seed), 3)
+    trained = {
+        "a": {"kernel": jax.random.normal(keys[0], (2, 3)), "frozen": None},
+        "b": jnp.ones(3, jnp.bfloat16),
+    }
+    return Checkpoint(
+        trained=trained,
+        opt_state=optax.chain(optax.trace(0.9), optax.adam(optax.linear_schedule(1.0, 0.0, 5))).init(trained),
+        noise_key=keys[1],
+        dropout_key=keys[2],
+        sampling_entropy=np.arange(4, dtype=np.uint32) + np.uint32(2**32 - 9),
+    )
+
+
+def _bits(tree) -> list[bytes]:
+    raw = jax.tree.map(
+        lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf,
+        tree,
+    )
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(raw)]
+
+
+def test_restores_the_same_bits_and_structure(tmp_path: Path):
+    saved, other = _checkpoint(1), _checkpoint(2)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(7, saved)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.latest_step == 7
+        restored = checkpoints.restore(like=other)
+    assert jax.tree.structure(restored) == jax.tree.structure(saved)
+    assert _bits(restored) == _bits(saved) != _bits(other)
+
+
+def test_keeps_the_newest(tmp_path: Path):
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.latest_step is None
+        for step in (0, 3, 6):
+            checkpoints.save(step, _checkpoint(step))
+        checkpoints.save(6, _checkpoint(0))  # already there: stays as it is
+        assert checkpoints.latest_step == 6
+        assert _bits(checkpoints.restore(like=_checkpoint(0))) == _bits(_checkpoint(6))
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["3", "6"]
+    assert NUM_KEPT == 2
+
+
+def test_keys_are_their_owners_alone(tmp_path: Path):
+    with Checkpoints(tmp_path / "checkpoints"):
+        pass
+    assert stat.S_IMODE(os.stat(tmp_path / "checkpoints").st_mode) == 0o700
+
+
+def test_no_checkpoint_is_an_error(tmp_path: Path):
+    with (
+        Checkpoints(tmp_path / "checkpoints") as checkpoints,
+        pytest.raises(ValueError, match="no checkpoint in"),
+    ):
+        checkpoints.restore(like=_checkpoint(0))

@@ -1,0 +1,53 @@
+"""What the scripts share: settings from the command line, and errors in one line."""
+
+import contextlib
+import io
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import TypeVar
+
+import tyro
+
+Config = TypeVar("Config")
+
+USAGE_ERROR = 2
+"""Exit status after bad input."""
+
+
+def parse(config_type: type[Config]) -> Config:
+    """Builds a dataclass of settings from the command line; leaves with one line on stderr if it is wrong."""
+    box = io.StringIO()
+    try:
+        # tyro reports a mistake as a box of many lines; `--help` goes to stdout and passes through.
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(config_type)
+    except SystemExit as leaving:
+        if leaving.code == USAGE_ERROR:
+            fail(_message(box.getvalue(), config_type.__name__))
+        raise
+
+
+def fail(message: object) -> None:
+    """Writes one line `error: ...` on stderr and leaves with status 2."""
+    first_line = str(message).strip().partition("\n")[0]
+    print(f"error: {first_line}", file=sys.stderr)
+    sys.exit(USAGE_ERROR)
+
+
+@contextlib.contextmanager
+def one_line_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turns errors of these kinds into one line on stderr and exit status 2; others keep their traceback."""
+    try:
+        yield
+    except kinds as error:
+        fail(error)
+
+
+def _message(box: str, config_name: str) -> str:
+    """The first paragraph in one of tyro's boxes, in one line."""
+    rows = [line.strip("│ \n") for line in box.splitlines() if line.startswith("│")]
+    paragraph = itertools.takewhile(lambda row: row.strip("─"), rows)
+    message = " ".join(paragraph) or " ".join(box.split())
+    # What the settings' own checks say stands behind this.
+    return message.partition(f"Error parsing {config_name}: ")[2] or message

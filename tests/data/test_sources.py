@@ -34,8 +34,8 @@ def test_qqp_finds_columns_by_name_whatever_their_order(tmp_path):
 
 
 def test_only_a_newline_ends_a_line(tmp_path):
-    # U+2028, U+0085 and form feed end lines for str.splitlines, a carriage return for bytes.splitlines. Windows
-    # line ends do no harm, nor does a byte order mark.
+    # U+2028, U+0085 and form feed end lines for str.splitlines, a carriage return for bytes.splitlines.
+    # Windows line ends do no harm, nor does a byte order mark.
     content = b"\xef\xbb\xbf" + "sentence\tlabel\r\na\u2028b\x85c\x0cd\re\t1\r\n".encode()
     _write(tmp_path, "SST-2", content)
     assert load_split(load_task("sst2"), "train", tmp_path).texts == {"sentence": ["a\u2028b\x85c\x0cd\re"]}

@@ -1,0 +1,84 @@
+"""Book-keeping: one backward pass that keeps each layer's activations and backprops (Bu et al. 2023, 2210.00038).
+
+The records give the norms, and then, with the clip factors, the weighted sums. No second backward pass is needed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wtdp_jax import capture
+from wtdp_jax.clipping import layers, tapped
+from wtdp_jax.clipping.factors import Factors, Group
+from wtdp_jax.clipping.job import Job, Outcome, Params
+from wtdp_jax.coverage import Coverage, Layer
+from wtdp_jax.trees import insert
+
+
+def bookkeeping(job: Job) -> Outcome:
+    """The clipped sum by one backward pass and its records."""
+    coverage = job.coverage()
+    split = tapped.split_leaves(job, coverage)
+    losses_of = tapped.tapped_losses(job, coverage, split, lambda: _record_taps(coverage))
+    losses, backward = jax.vjp(
+        lambda probes, copies: losses_of(split.covered, probes, copies),
+        tapped.zero_probes(coverage.layers, _probe_shapes, job.num_rows),
+        tapped.copies(split.uncovered, job.num_rows),
+    )
+    records, gradients = backward(jnp.ones_like(losses))
+
+    squared = {
+        Group(layer.path, layer.stack): _squared_norms(layer, record, job)
+        for layer, record in zip(coverage.layers, records, strict=True)
+    }
+    clipped, uncovered_sum = tapped.clip(job, coverage, split, squared, gradients)
+    covered_sum = _weighted_sums(coverage, records, clipped, like=split.covered)
+    return Outcome(tapped.join(split, covered_sum, uncovered_sum), losses, clipped.norm)
+
+
+def _record_taps(coverage: Coverage) -> capture.Tap:
+    """Taps that emit records."""
+    tied = tapped.tied_indices(coverage.layers)
+    return capture.Tap(lambda index, call, d: capture.record(call, d), tied, link=None)
+
+
+def _probe_shapes(layer: Layer) -> Any:
+    shapes = [capture.record_shapes(call) for call in layer.calls]
+    return {"embedding": shapes[0], "head": shapes[1]} if layer.kind == "tied" else shapes[0]
+
+
+def _squared_norms(layer: Layer, records: Any, job: Job) -> Array:
+    """Squared norms (B, *stack) from records (*stack, B, ...)."""
+
+    def of_slice(records: Any) -> Array:
+        return jax.vmap(lambda record: layers.squared_norm(layer, record, job.tied_norm))(records)
+
+    return jnp.moveaxis(_slice_by_slice(of_slice, layer)(records), -1, 0)
+
+
+def _weighted_sums(coverage: Coverage, records: list[Any], clipped: Factors, like: Params) -> Params:
+    """The weighted sums of all covered leaves, a tree like `like`."""
+
+    def finite(x: Array) -> Array:
+        # A factor of 0 is not enough for a row that does not count: 0 x NaN is NaN.
+        return jnp.where(clipped.counts.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0)
+
+    def sums_of(layer: Layer, records: Any) -> dict[str, Array]:
+        def of_slice(inputs: tuple[Any, Array]) -> dict[str, Array]:
+            return layers.gradient_sums(layer, jax.tree.map(finite, inputs[0]), inputs[1])
+
+        weights = jnp.moveaxis(clipped.factors[Group(layer.path, layer.stack)], 0, -1)
+        return _slice_by_slice(of_slice, layer)((records, weights))
+
+    pairs = zip(coverage.layers, records, strict=True)
+    return insert(jax.tree.map(lambda _: None, like), {layer.path: sums_of(layer, r) for layer, r in pairs})
+
+
+def _slice_by_slice(function: Callable, layer: Layer) -> Callable:
+    """Maps a function over a layer's stacked axes in turn, so that one slice's temporaries exist at a time."""
+    for _ in layer.stack:
+        function = (lambda of_slice: lambda inputs: jax.lax.map(of_slice, inputs))(function)
+    return function

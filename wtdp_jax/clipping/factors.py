@@ -1,0 +1,137 @@
+"""From squared norms to clip factors, and the sum of clipped per-example gradients.
+
+Dimension key: B examples, K groups of leaves that are clipped together.
+
+A group is one module at one depth: its leaves, at one index of the axes along which a scanned module is
+stacked. Norms and factors of the groups of one module are held as one array (B, *stack).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wtdp_jax.trees import leaf_paths, map_with_path, parent
+
+Clipping = Literal["flat", "automatic", "per_layer"]
+
+AUTOMATIC_GAMMA = 0.01
+"""The stabilizer of automatic clipping (Bu et al. 2023, arXiv 2206.07136)."""
+
+# A computed norm may be below the norm of the sum that is really formed by some units in the last place, beyond
+# what the rules' slack covers: sums of up to 10^8 squares, and the rounding of the clipped sum itself. Worst seen in
+# float32 over batches of one: 5 ulps. Norms are raised by this many before they are compared with the clip norm.
+MARGIN_ULPS = 32
+
+
+class Group(NamedTuple):
+    """Leaves of one module that are stacked alike."""
+
+    module: str
+    stack: tuple[int, ...]
+
+
+class Factors(NamedTuple):
+    """What `clip_factors` returns.
+
+    Attributes:
+        factors: for each group, (B, *stack); exactly 0 for rows that do not count.
+        norm: (B,) whole norm before clipping; inf where the gradient is not finite, 0 for padding.
+        counts: (B,) whether the row contributes: neither padding nor non-finite.
+    """
+
+    factors: dict[Group, Array]
+    norm: Array
+    counts: Array
+
+
+def groups(stacks: Mapping[str, tuple[int, ...]]) -> dict[str, Group]:
+    """The group of each leaf, by path, from the axes along which it is stacked."""
+    return {path: Group(parent(path), stack) for path, stack in stacks.items()}
+
+
+def clip_factors(
+    squared: Mapping[Group, Array], is_padding: Array, *, l2_clip_norm: float, clipping: Clipping
+) -> Factors:
+    """Clip factors from squared norms.
+
+    | case | flat | automatic | per_layer |
+    |---|---|---|---|
+    | factor | min(1, C / norm) | C / (norm + 0.01) | min(1, C / sqrt(K) / group norm) |
+    | norm 0 | 1 | C / 0.01 | 1 |
+    | C = 0 | 0, or 1 where the norm is 0 | 0 | as flat |
+    | C = inf | 1 | refused | 1 |
+    | gradient not finite, padding | 0 | 0 | 0 |
+
+    Args:
+        squared: squared norms of each group, (B, *stack).
+        is_padding: (B,) bool.
+        l2_clip_norm: C, in units of the gradient of one example's loss.
+        clipping: "flat" (Abadi et al. 2016), "automatic" (Bu et al. 2023) or "per_layer" with fixed thresholds.
+    """
+    totals = [jnp.sum(s.reshape(s.shape[0], -1), -1) for s in squared.values()]
+    norm = jnp.sqrt(sum(totals[1:], start=totals[0]))
+    counts = jnp.isfinite(norm) & ~is_padding
+    raised = 1 + MARGIN_ULPS * float(jnp.finfo(norm.dtype).eps)
+
+    def factor(norm: Array, counts: Array) -> Array:
+        norm = jnp.where(counts, norm, 1) * raised
+        if clipping == "automatic":
+            value = l2_clip_norm / (norm + AUTOMATIC_GAMMA)
+        else:
+            threshold = l2_clip_norm / math.sqrt(num_groups) if clipping == "per_layer" else l2_clip_norm
+            value = jnp.where(norm <= threshold, 1, threshold / jnp.where(norm == 0, 1, norm))
+        return jnp.where(counts, value, 0).astype(norm.dtype)
+
+    num_groups = sum(math.prod(group.stack) for group in squared)
+    factors = {}
+    for group, values in squared.items():
+        rows = (values.shape[0],) + (1,) * len(group.stack)
+        whole = jnp.sqrt(values) if clipping == "per_layer" else norm.reshape(rows)
+        factors[group] = jnp.broadcast_to(factor(whole, counts.reshape(rows)), values.shape)
+    reported = jnp.where(is_padding, 0, jnp.where(counts, norm, jnp.inf))
+    return Factors(factors, reported.astype(norm.dtype), counts)
+
+
+def of_examples(clipped: Factors) -> Array:
+    """The one factor (B,) that all groups of an example share, with flat and automatic clipping."""
+    first = next(iter(clipped.factors.values()))
+    return first.reshape(first.shape[0], -1)[:, 0]
+
+
+def squared_norms(gradients: Any, leaf_groups: Mapping[str, Group]) -> dict[Group, Array]:
+    """Squared norms (B, *stack) by group of per-example gradients, leaves (B, ...)."""
+    squared: dict[Group, Array] = {}
+    for path, leaf in leaf_paths(gradients).items():
+        group = leaf_groups[path]
+        wide = leaf.astype(jnp.promote_types(jnp.float32, leaf.dtype))
+        values = _sum_trailing(jnp.square(wide), 1 + len(group.stack))
+        squared[group] = squared[group] + values if group in squared else values
+    return squared
+
+
+def weighted_sum(gradients: Any, leaf_groups: Mapping[str, Group], clipped: Factors) -> Any:
+    """The sum over B of per-example gradients, leaves (B, ...), each times its group's factor."""
+
+    def total(path: str, leaf: Array) -> Array:
+        # A factor of 0 is not enough for a row that does not count: 0 x NaN is NaN.
+        wide = leaf.astype(jnp.promote_types(jnp.float32, leaf.dtype))
+        finite = jnp.where(_expand(clipped.counts, leaf), wide, 0)
+        return jnp.sum(finite * _expand(clipped.factors[leaf_groups[path]], leaf), 0)
+
+    return map_with_path(total, gradients)
+
+
+def _expand(values: Array, leaf: Array) -> Array:
+    """`values`, whose axes are the leaf's first ones, with axes of length 1 for the rest."""
+    return values.reshape(values.shape + (1,) * (leaf.ndim - values.ndim))
+
+
+def _sum_trailing(x: Array, keep: int) -> Array:
+    """Sums all but the first `keep` axes, the last one by itself first: shorter sums, smaller errors."""
+    if x.ndim > keep:
+        x = jnp.sum(x, -1)
+    return jax.lax.reduce(x, jnp.zeros((), x.dtype), jax.lax.add, tuple(range(keep, x.ndim)))

@@ -1,0 +1,123 @@
+"""What the ghost and the book-keeping engine share: the tapped loss of a batch, and what becomes of each leaf.
+
+Probes have the batch axis after the axes along which their layer is stacked, so that a scan slices them, and
+collects their cotangents, without a transpose.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wtdp_jax import capture
+from wtdp_jax.clipping import factors
+from wtdp_jax.clipping.job import Job, Params
+from wtdp_jax.coverage import Coverage, Layer
+from wtdp_jax.trees import insert, map_with_path, merge
+
+
+class Split(NamedTuple):
+    """The trained leaves, apart; None in each tree where another has the leaf.
+
+    Attributes:
+        covered: a rule gives their norm.
+        unused: the loss does not depend on them.
+        uncovered: they are differentiated per example.
+    """
+
+    covered: Params
+    unused: Params
+    uncovered: Params
+
+
+def split_leaves(job: Job, coverage: Coverage) -> Split:
+    """Splits the trained leaves.
+
+    Raises:
+        ValueError: when leaves are uncovered and `job.uncovered` is "error".
+    """
+    if coverage.uncovered and job.uncovered == "error":
+        listed = "; ".join(f"{path}: {why}" for path, why in coverage.uncovered.items())
+        raise ValueError(f'uncovered="error" and no rule covers {listed}')
+
+    def choose(paths: Any) -> Params:
+        return map_with_path(lambda path, leaf: leaf if path in paths else None, job.trained)
+
+    in_layers = {path for layer in coverage.layers for path in layer.leaf_paths}
+    return Split(choose(in_layers), choose(coverage.unused), choose(coverage.uncovered))
+
+
+def join(split: Split, covered: Params, uncovered: Params) -> Params:
+    """All trained leaves again, or their sums: those of unused leaves are zeros."""
+    return merge(merge(covered, uncovered), jax.tree.map(jnp.zeros_like, split.unused))
+
+
+def zero_probes(layers: tuple[Layer, ...], shapes: Callable[[Layer], Any], num_rows: int) -> list[Any]:
+    """Zeros (*stack, B, ...) for each layer's probe, from the shapes for one slice and one example."""
+
+    def zeros(layer: Layer) -> Any:
+        leading = (*layer.stack, num_rows)
+        return jax.tree.map(lambda s: jnp.zeros(leading + s.shape, s.dtype), shapes(layer))
+
+    return [zeros(layer) for layer in layers]
+
+
+def copies(leaves: Params, num_rows: int) -> Params:
+    """A copy of each leaf for each example: its gradient is the per-example gradient."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_rows, *leaf.shape)), leaves)
+
+
+def tapped_losses(
+    job: Job, coverage: Coverage, split: Split, make_interceptor: Callable[[], capture.Interceptor]
+) -> Callable[[Params, list[Any], Params], Array]:
+    """The batch's losses (B,) as a function of (covered leaves, probes, copies of the uncovered leaves).
+
+    Args:
+        job: the job.
+        coverage: its coverage.
+        split: its trained leaves.
+        make_interceptor: a new interceptor for each trace.
+    """
+    layers = coverage.layers
+
+    def one(covered: Params, probes: list[Any], uncovered: Params, example: Any) -> Array:
+        params = merge(merge(merge(covered, uncovered), split.unused), job.frozen)
+        entries = {layer.path: {capture.probe_key(i): probes[i]} for i, layer in enumerate(layers)}
+        return capture.example_loss(job.loss_fn, insert(params, entries), example, make_interceptor())
+
+    batched = jax.vmap(one, in_axes=(None, [len(layer.stack) for layer in layers], 0, 0))
+    return lambda covered, probes, uncovered: batched(covered, probes, uncovered, job.batch)
+
+
+def tied_indices(layers: tuple[Layer, ...]) -> frozenset[int]:
+    """Which layers are embedding and head at once."""
+    return frozenset(i for i, layer in enumerate(layers) if layer.kind == "tied")
+
+
+def clip(
+    job: Job,
+    coverage: Coverage,
+    split: Split,
+    squared: dict[factors.Group, Array],
+    gradients: Params,
+) -> tuple[factors.Factors, Params]:
+    """Clip factors, and the weighted sum of the uncovered leaves.
+
+    Args:
+        job: the job.
+        coverage: its coverage.
+        split: its trained leaves.
+        squared: squared norms (B, *stack) of the covered layers, by group.
+        gradients: per-example gradients (B, ...) of the uncovered leaves.
+    """
+    leaf_groups = factors.groups(coverage.stacks)
+    unused = jax.tree.map(lambda leaf: jnp.zeros((job.num_rows, *leaf.shape), leaf.dtype), split.unused)
+    for more in (factors.squared_norms(gradients, leaf_groups), factors.squared_norms(unused, leaf_groups)):
+        for group, values in more.items():
+            squared[group] = squared[group] + values if group in squared else values
+    clipped = factors.clip_factors(
+        squared, job.is_padding, l2_clip_norm=job.l2_clip_norm, clipping=job.clipping
+    )
+    return clipped, factors.weighted_sum(gradients, leaf_groups, clipped)

@@ -67,7 +67,7 @@ class GPT2Config:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if not 0.0 < self.layer_norm_epsilon < math.inf:
-            raise ValueError(f"layer_norm_epsilon must be positive, got {self.layer_norm_epsilon}")
+            raise ValueError(f"layer_norm_epsilon must be positive and finite, got {self.layer_norm_epsilon}")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "GPT2Config":

@@ -77,7 +77,7 @@ def add_gaussian_noise(stddev: float, key: Key[Array, ""]) -> optax.GradientTran
     return optax.GradientTransformation(init, update)
 
 
-def divide_by(expected_batch_size: float) -> optax.GradientTransformation:
+def divide_by(expected_batch_size: float | int) -> optax.GradientTransformation:
     """Turns a noised sum into a mean by the EXPECTED batch size, a public constant.
 
     The batch actually drawn must not divide it: its size depends on the rows.

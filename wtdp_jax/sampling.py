@@ -53,6 +53,7 @@ class PoissonSampler:
 
     def draw(self, step: int) -> Int[np.ndarray, " k"]:
         """Returns the rows that a step draws, in increasing order; there may be none."""
+        _check_step(step)
         # random() is uniform on the multiples of 2^-53 in [0, 1), so 0 draws none and 1 draws all.
         uniforms = _generator(self.entropy, step).random(self.num_examples)
         return np.flatnonzero(uniforms < self.sampling_prob)
@@ -92,6 +93,7 @@ class ShuffledBatches:
 
     def draw(self, step: int) -> Int[np.ndarray, " k"]:
         """Returns the rows of a step, in their shuffled order."""
+        _check_step(step)
         epoch, place = divmod(step, self.steps_per_epoch)
         order = _epoch_order(self.entropy, epoch, self.num_examples)
         return order[place * self.batch_size : (place + 1) * self.batch_size]
@@ -116,10 +118,14 @@ def _check_sizes(num_examples: int, physical_batch_size: int, entropy: int) -> N
         raise ValueError(f"entropy must be at least 0, got {entropy}")
 
 
+def _check_step(step: int) -> None:
+    """Steps count from 0."""
+    if step < 0:
+        raise ValueError(f"step must be at least 0, got {step}")
+
+
 def _generator(entropy: int, number: int) -> np.random.Generator:
     """An independent generator for each number (a step or an epoch)."""
-    if number < 0:
-        raise ValueError(f"step must be at least 0, got {number}")
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy, spawn_key=(number,))))
 
 

@@ -10,6 +10,7 @@ than a pair of those.
 import hashlib
 import math
 import os
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -128,7 +129,7 @@ def _key_from_bytes(key_bytes: bytes) -> Key[Array, ""]:
     return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
 
 
-def _add_noise(leaf: Float[Array, "..."], stddev: float, key: Key[Array, ""]) -> Float[Array, "..."]:
+def _add_noise(leaf: Array, stddev: float, key: Key[Array, ""]) -> Float[Array, "..."]:
     """The leaf plus noise, in float32 or wider."""
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise ValueError(f"leaves to be noised must be real floats, got {leaf.dtype}")
@@ -136,6 +137,7 @@ def _add_noise(leaf: Float[Array, "..."], stddev: float, key: Key[Array, ""]) ->
     return leaf.astype(dtype) + stddev * standard_normal(key, leaf.shape, dtype)
 
 
+@partial(jax.jit, static_argnames=("shape", "dtype"))
 def standard_normal(
     key: Key[Array, ""], shape: tuple[int, ...], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "..."]:

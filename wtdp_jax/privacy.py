@@ -428,7 +428,7 @@ def _search(target: float, sampling_prob: float, steps: int, delta: float) -> fl
 def _smallest_multiplier(
     epsilon_of: Callable[[float], float], target: float, *, start: float, factor: float, precision: float
 ) -> float:
-    """Walks from `start` in growing strides to a bracket, then bisects; epsilon at the result is <= target."""
+    """Walks from `start` in growing strides to a bracket, then bisects; epsilon there is <= target."""
     low = high = start
     while epsilon_of(high) > target:
         low, high, factor = high, high * factor, factor**2

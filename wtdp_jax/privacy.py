@@ -32,7 +32,7 @@ _RDP_BRACKET_ORDERS = (*range(2, 65), 128, 256, 512)
 _NOT_COVERED = (
     "the choice of hyperparameters, of a checkpoint or of when to stop, where private rows had a say",
     "evaluation data",
-    "two rows by one author: the unit is one row, and k related rows are protected k times less",
+    "two rows by one author: the unit is one row, and k related rows together spend about k epsilon",
     "figures with non_private in their name (training losses and gradient norms): no noise was added to them",
     "the number of training rows, which is treated as public",
     "the computer's arithmetic and pseudo-randomness: the analysis is for real numbers and true randomness",

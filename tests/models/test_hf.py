@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from wtdp_jax.models import GPT2, GPT2Config, from_pretrained, save_pretrained
@@ -87,6 +88,11 @@ def test_orientation_and_order_of_stored_tensors(untied):
 def test_a_tied_head_is_not_stored(tied):
     assert "lm_head.weight" not in load_file(tied / "model.safetensors")
     assert json.loads((tied / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_weights_are_marked_as_transformers_4_demands(tied):
+    with safe_open(tied / "model.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
 
 
 def test_names_without_prefix_and_old_masks(tied):

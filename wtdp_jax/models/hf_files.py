@@ -81,7 +81,7 @@ def write_folder(
     """
     with _replacing(folder) as staged:
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        # transformers refuses a file without this entry; "pt" stands for the layout of the weights.
+        # transformers 4 refuses a file without this entry; "pt" is the layout torch models use.
         save_file(dict(tensors), staged / WEIGHTS, metadata={"format": "pt"})
         if tokenizer is not None:
             tokenizer.save_pretrained(staged)

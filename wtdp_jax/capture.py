@@ -225,6 +225,17 @@ _weigh.defvjp(
 )
 
 
+def _one_per_example(y: Array, probe: Any) -> Array:
+    """`y`, made to depend on the probe, which every example has its own of.
+
+    What does not depend on the example, such as position embeddings, is computed once for the whole batch under
+    vmap, and its cotangent would be summed over the examples before a tap sees it. Probes are zeros known at
+    compile time, so this costs nothing.
+    """
+    first = jax.lax.stop_gradient(jax.tree.leaves(probe)[0]).reshape(-1)[0]
+    return jnp.where(jnp.isfinite(first), y, jnp.zeros((), y.dtype))
+
+
 # ---- interceptors -----------------------------------------------------------------------------------------
 
 
@@ -266,9 +277,11 @@ class Weigh(Interceptor):
     def layer(self, kind, module, x, params, index, next_fun):  # noqa: D102
         if index is None:
             return next_fun(x)
+        factor = params[probe_key(index)]
         constant = {name: jax.lax.stop_gradient(v) for name, v in params.items()}
         of_weights = self.run(kind, module, jax.lax.stop_gradient(jnp.asarray(x)), params)
-        return _weigh(self.run(kind, module, x, constant), of_weights, params[probe_key(index)])
+        y = _one_per_example(self.run(kind, module, x, constant), factor)
+        return _weigh(y, _one_per_example(of_weights, factor), factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -310,10 +323,11 @@ class Tap(Interceptor):
         self._embedded: dict[int, tuple[Array, Array]] = {}  # ids and side array, from embedding to head
 
     def layer(self, kind, module, x, params, index, next_fun):  # noqa: D102
-        y = next_fun(x)
         if index is None:
-            return y
-        call, probe = describe(kind, module, x, y), params[probe_key(index)]
+            return next_fun(x)
+        probe = params[probe_key(index)]
+        y = _one_per_example(next_fun(x), probe)
+        call = describe(kind, module, x, y)
         if index in self._tied and self._link is not None:
             return self._linked(self._link, call, y, jnp.asarray(x), probe, index)
         if index in self._tied:
@@ -324,6 +338,7 @@ class Tap(Interceptor):
     def _linked(self, link: Link, call: Call, y: Array, inputs: Array, probe: Any, index: int) -> Array:
         if call.kind == "embed":
             side = jnp.zeros(link.side_shape(call), rules.accumulation_dtype(y.dtype))
+            side = _one_per_example(side, probe)
             emit = _reading_residuals(link.embedding, call)
             y, side = _tap_embedding(emit, y, inputs, side, (probe["embedding"], probe["cross"]))
             self._embedded[index] = (_rows(inputs, call.module.num_embeddings).reshape(-1), side)

@@ -32,10 +32,9 @@ def test_refuses_in_one_line(fields: dict, message: str):
     assert "\n" not in str(caught.value)
 
 
-def test_target_is_the_default_unless_noise_or_epsilon_is_given():
+def test_the_target_has_a_default():
     assert TrainConfig().target_epsilon == 3.0
     assert TrainConfig(epsilon=1.0).target_epsilon == 1.0
-    assert TrainConfig(noise_multiplier=1.0).target_epsilon is None
 
 
 def test_steps_from_epochs_round_up():

@@ -1,6 +1,7 @@
 """Checkpoints: everything that the steps to come depend on, in Orbax.
 
-A checkpoint holds the random keys too. Whoever reads them can subtract the noise: the folder is its owner's alone.
+A checkpoint holds the random keys too, and whoever has them can take the noise off: the folder is its owner's
+alone.
 """
 
 import dataclasses
@@ -19,22 +20,18 @@ NUM_KEPT = 2
 # Fields are Any: JAX also builds trees of placeholders in this form.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class TrainState:
     """The state of a run after a number of whole steps.
 
     Attributes:
       trained: the trained parameters; frozen leaves are None.
       opt_state: the optimizer chain's state, with the noise's step count.
-      noise_key: key of the noise stream; a scalar key.
-      dropout_key: key of the dropout stream; a scalar key.
-      sampling_entropy: seed material of the sampler; uint32 words.
+      streams: the keys of all randomness, see `wtdp_jax.streams.Streams`.
     """
 
     trained: Any
     opt_state: Any
-    noise_key: Any
-    dropout_key: Any
-    sampling_entropy: Any
+    streams: Any
 
 
 class Checkpoints:
@@ -58,13 +55,13 @@ class Checkpoints:
         """Step of the newest whole checkpoint, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, checkpoint: Checkpoint) -> None:
-        """Writes a checkpoint, whole or not at all; one that is already there for this step stays."""
+    def save(self, step: int, state: TrainState) -> None:
+        """Writes a state, whole or not at all; one that is already there for this step stays."""
         if step != self.latest_step:
-            self._manager.save(step, args=ocp.args.StandardSave(checkpoint))
+            self._manager.save(step, args=ocp.args.StandardSave(state))
 
-    def restore(self, like: Checkpoint) -> Checkpoint:
-        """Returns the newest checkpoint.
+    def restore(self, like: TrainState) -> TrainState:
+        """Returns the newest state.
 
         Args:
           like: gives structure, shapes, dtypes and placement.

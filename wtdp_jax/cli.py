@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import re
 import sys
 from collections.abc import Iterator
 from typing import TypeVar
@@ -45,9 +46,15 @@ def one_line_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def _message(box: str, config_name: str) -> str:
-    """The first paragraph in one of tyro's boxes, in one line."""
-    rows = [line.strip("│ \n") for line in box.splitlines() if line.startswith("│")]
-    paragraph = itertools.takewhile(lambda row: row.strip("─"), rows)
-    message = " ".join(paragraph) or " ".join(box.split())
+    """The first paragraph in one of tyro's boxes, without title, frame and colours."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    rows = [row.strip(" │") for row in plain.splitlines()[1:]]
+    paragraph = itertools.takewhile(_is_text, itertools.dropwhile(lambda row: not _is_text(row), rows))
+    message = " ".join(paragraph)
     # What the settings' own checks say stands behind this.
-    return message.partition(f"Error parsing {config_name}: ")[2] or message
+    return message.removeprefix(f"Error parsing {config_name}: ")
+
+
+def _is_text(row: str) -> bool:
+    """Whether a row is more than white space or a rule."""
+    return bool(row.strip("─-"))

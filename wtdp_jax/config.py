@@ -57,7 +57,7 @@ class TrainConfig:
     """How per-example norms and the clipped sum are computed."""
 
     tied_norm: Literal["cross_term", "materialize", "omit", "triangle"] = "cross_term"
-    """Norm of a tied matrix in the ghost and bookkeeping engines; omit is naive, with sensitivity sqrt(2) C."""
+    """Norm of a tied matrix in the ghost and bookkeeping engines; omit is naive: sensitivity sqrt(2) C."""
 
     clipping: Literal["flat", "automatic", "per_layer"] = "flat"
     """How an example's factor follows from its norm."""
@@ -169,10 +169,8 @@ class TrainConfig:
                 ) from None
 
     @property
-    def target_epsilon(self) -> float | None:
-        """The epsilon that the noise is calibrated to; None if the noise multiplier is given."""
-        if self.noise_multiplier is not None:
-            return None
+    def target_epsilon(self) -> float:
+        """The epsilon that the noise is calibrated to, unless the noise multiplier is given."""
         return DEFAULT_EPSILON if self.epsilon is None else self.epsilon
 
     def num_steps(self, num_examples: int) -> int:

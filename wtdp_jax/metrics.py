@@ -17,8 +17,8 @@ class MetricsLog:
 
         Args:
           path: the file; created if absent.
-          keep_through_step: last step whose line stays. What later steps had logged goes, as does a line that a
-            crash cut short.
+          keep_through_step: last step whose line stays. What later steps had logged goes, as does a line that
+            a crash cut short.
         """
         kept = [_to_line(row) for row in read_metrics(path) if row["step"] <= keep_through_step]
         write_bytes(path, "".join(kept).encode())

@@ -85,7 +85,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def claimed(self, record: Record, *, resume: bool) -> Iterator[None]:
-        """Creates the folder and keeps other processes out; the lock ends with the process, however that ends.
+        """Creates the folder and keeps other processes out, until this one ends in whatever way.
 
         Args:
           record: what the run is, whole.

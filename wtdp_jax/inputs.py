@@ -1,0 +1,86 @@
+"""What a run works on: a model, its tokenizer, and the encoded data; loaded as the settings say."""
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from wtdp_jax.config import TrainConfig
+from wtdp_jax.data import Encoded, Task, encode, load_split, load_task, load_tokenizer
+from wtdp_jax.models import GPT2, from_pretrained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run works on.
+
+    Attributes:
+      model: the model to fine-tune.
+      params: its parameters at the start.
+      tokenizer: goes into the exported model's folder.
+      train_data: the private rows.
+      eval_data: the rows to evaluate on, taken to be public.
+    """
+
+    model: GPT2
+    params: Any
+    tokenizer: PreTrainedTokenizerBase
+    train_data: Encoded
+    eval_data: Encoded
+
+    def fingerprints(self) -> dict[str, str]:
+        """Returns a SHA-256 of each part that the result depends on."""
+        digest = hashlib.sha256(repr(self.model.config).encode())
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
+            digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape};".encode())
+            digest.update(np.ascontiguousarray(leaf).tobytes())
+        return {
+            "train_data": self.train_data.fingerprint(),
+            "eval_data": self.eval_data.fingerprint(),
+            "initial_model": digest.hexdigest(),
+        }
+
+
+def load(config: TrainConfig) -> Inputs:
+    """Loads model, tokenizer and data.
+
+    Raises:
+      ValueError: in one line, if something is missing, malformed, or does not fit together.
+    """
+    task = load_task(config.task).with_overrides(prompt=config.prompt, label_words=config.label_words)
+    rows = {split: load_split(task, split, config.data_dir) for split in ("train", "dev")}
+    model, params, tokenizer = _load_model(config, task)
+    limit = model.config.n_positions
+    if config.max_length is not None and config.max_length > limit:
+        raise ValueError(
+            f"max_length must be at most the model's n_positions ({limit}), got {config.max_length}"
+        )
+    train_data, eval_data = (
+        encode(rows[split], task, tokenizer, max_length=config.max_length or limit, objective=config.loss)
+        for split in ("train", "dev")
+    )
+    for data in (train_data, eval_data):
+        _check_vocabulary(data, model)
+    return Inputs(model=model, params=params, tokenizer=tokenizer, train_data=train_data, eval_data=eval_data)
+
+
+def _load_model(config: TrainConfig, task: Task) -> tuple[GPT2, Any, PreTrainedTokenizerBase]:
+    """The model in its training form, its parameters and its tokenizer."""
+    if config.model is None:
+        raise ValueError("TODO")
+    model, params = from_pretrained(config.model, config.tie_embeddings)
+    tokenizer = load_tokenizer(config.model)
+    changed = dataclasses.replace(model.config, dropout=config.dropout, remat=config.remat)
+    return GPT2(changed), params, tokenizer
+
+
+def _check_vocabulary(data: Encoded, model: GPT2) -> None:
+    """A token id that the model has no row for would make its example NaN."""
+    largest = max(int(np.max(data.arrays["ids"])), int(np.max(data.label_ids)))
+    if largest >= model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer must fit the model's vocab_size ({model.config.vocab_size}), got id {largest}"
+        )

@@ -1,0 +1,200 @@
+"""What a run will do, settled before anything is written: loss, gradient, steps, noise, guarantee."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import optax
+from jaxtyping import Array
+
+from wtdp_jax.clipping import clipped_grad, partition
+from wtdp_jax.config import TrainConfig
+from wtdp_jax.evaluate import Evaluator
+from wtdp_jax.inputs import Inputs
+from wtdp_jax.losses import label_word_loss, lm_loss, next_token_loss
+from wtdp_jax.noise import add_gaussian_noise, divide_by
+from wtdp_jax.optimizers import make_optimizer
+from wtdp_jax.privacy import PrivacyStatement, calibrate_noise_multiplier, default_delta
+from wtdp_jax.sampling import PoissonSampler, ShuffledBatches
+from wtdp_jax.step import Step, make_step, plain_grad
+
+Status = Literal["running", "stopped", "complete"]
+
+_STATUS = {
+    "running": "planned: the guarantee of all steps, of which the steps taken so far have spent no more",
+    "stopped": "stopped early: the guarantee of the steps taken",
+    "complete": "complete: the guarantee of the whole run",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will do.
+
+    Attributes:
+      config: the settings it was made from.
+      num_examples: training examples.
+      num_steps: optimizer steps, each on one logical batch.
+      trainable: says of a leaf's path whether it is trained; None trains all.
+      statement: the guarantee of the whole run; None for a non-private one.
+      optimizer: `noise_key -> optimizer` of a step's sum: noise, division by the expected size, adam or sgd.
+      step: the compiled functions of a step.
+      evaluate: `params -> Evaluation`, compiled.
+    """
+
+    config: TrainConfig
+    num_examples: int
+    num_steps: int
+    trainable: Callable[[str], bool] | None
+    statement: PrivacyStatement | None
+    optimizer: Callable[[Any], optax.GradientTransformation]
+    step: Step
+    evaluate: Evaluator
+
+    def sampler(self, entropy: int) -> PoissonSampler | ShuffledBatches:
+        """Returns what draws the batches; a private run's reads its probability where the accountant does.
+
+        Args:
+          entropy: the sampling stream's.
+        """
+        physical = self.config.physical_batch_size
+        if self.statement is None:
+            return ShuffledBatches(
+                num_examples=self.num_examples,
+                batch_size=self.config.batch_size,
+                physical_batch_size=physical,
+                entropy=entropy,
+            )
+        return PoissonSampler(
+            num_examples=self.num_examples,
+            sampling_prob=self.statement.sampling_prob,
+            physical_batch_size=physical,
+            entropy=entropy,
+        )
+
+    def guarantee(self, status: Status, steps: int) -> dict[str, Any]:
+        """Returns what privacy.json says.
+
+        Args:
+          status: how the run stands.
+          steps: steps that the statement is to cover.
+        """
+        if self.statement is None:
+            return {"status": _STATUS[status], "mechanism": None, "epsilon": None, "steps": steps}
+        covered = dataclasses.replace(self.statement, steps=steps)
+        return {"status": _STATUS[status], **covered.to_json()}
+
+    def describe(self) -> str:
+        """Returns the guarantee in words."""
+        if self.statement is None:
+            return "No privacy: the gradients were neither clipped nor noised."
+        return self.statement.describe()
+
+
+def make_plan(config: TrainConfig, inputs: Inputs) -> Plan:
+    """Settles what the settings leave open, calibrating the noise if a target epsilon is given (seconds).
+
+    Raises:
+      ValueError: if settings, data and model do not fit together.
+    """
+    num_examples = len(inputs.train_data)
+    if config.batch_size > num_examples:
+        raise ValueError(
+            f"batch_size must be at most the {num_examples} training examples, got {config.batch_size}"
+        )
+    num_steps = config.num_steps(num_examples)
+    mean_optimizer = optax.chain(divide_by(config.batch_size), make_optimizer(config, num_steps))
+    loss_fn = _loss(config, inputs)
+    trainable = None if config.trainable is None else _Matches(config.trainable)
+    partition(inputs.params, trainable)
+    statement, grad_fn = None, plain_grad(loss_fn, trainable)
+    if config.regime == "dp":
+        grad_fn = _clipped_grad(config, inputs, loss_fn, trainable)
+        statement = _statement(config, num_examples, num_steps, grad_fn.sensitivity)
+
+    def optimizer(noise_key: Any) -> optax.GradientTransformation:
+        if statement is None:
+            return mean_optimizer
+        return optax.chain(add_gaussian_noise(statement.noise_stddev, noise_key), mean_optimizer)
+
+    return Plan(
+        config=config,
+        num_examples=num_examples,
+        num_steps=num_steps,
+        trainable=trainable,
+        statement=statement,
+        optimizer=optimizer,
+        step=make_step(grad_fn, optimizer, config.l2_clip_norm),
+        evaluate=Evaluator(
+            inputs.model,
+            loss_fn,
+            tuple(inputs.eval_data.label_ids.tolist()),
+            inputs.eval_data.arrays,
+            config.physical_batch_size,
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Matches:
+    """Whether a regular expression is found in a path; hashable, as a gradient function's parts must be."""
+
+    pattern: str
+
+    def __call__(self, path: str) -> bool:
+        return re.search(self.pattern, path) is not None
+
+
+def _loss(config: TrainConfig, inputs: Inputs) -> Callable[[Any, Any], Array]:
+    """The training loss of each example."""
+    if config.loss == "label_words":
+        return label_word_loss(inputs.model, inputs.train_data.label_ids.tolist())
+    return {"next_token": next_token_loss, "lm": lm_loss}[config.loss](inputs.model)
+
+
+def _clipped_grad(
+    config: TrainConfig, inputs: Inputs, loss_fn: Callable[[Any, Any], Array], trainable: _Matches | None
+) -> Any:
+    """The engine; what `uncovered="error"` refuses is refused here, not in the first step."""
+    grad_fn = clipped_grad(
+        loss_fn,
+        engine=config.engine,
+        l2_clip_norm=config.l2_clip_norm,
+        # An untied model has no cross-term to leave out: its sensitivity is the clip norm.
+        tied_norm=config.tied_norm if inputs.model.config.tie_embeddings else "cross_term",
+        clipping=config.clipping,
+        trainable=trainable,
+        uncovered=config.uncovered,
+        microbatch_size=config.microbatch_size,
+    )
+    if config.uncovered == "error":
+        row = {name: leaf[:1] for name, leaf in inputs.train_data.arrays.items()}
+        jax.eval_shape(grad_fn, inputs.params, row)
+    return grad_fn
+
+
+def _statement(
+    config: TrainConfig, num_examples: int, num_steps: int, sensitivity: float
+) -> PrivacyStatement:
+    """The guarantee, with the noise multiplier given or calibrated."""
+    delta = default_delta(num_examples) if config.delta is None else config.delta
+    noise_multiplier = config.noise_multiplier or calibrate_noise_multiplier(
+        sampling_prob=config.batch_size / num_examples,
+        steps=num_steps,
+        epsilon=config.target_epsilon,
+        delta=delta,
+        l2_clip_norm=config.l2_clip_norm,
+        sensitivity=sensitivity,
+    )
+    return PrivacyStatement(
+        num_examples=num_examples,
+        expected_batch_size=config.batch_size,
+        steps=num_steps,
+        noise_multiplier=noise_multiplier,
+        l2_clip_norm=config.l2_clip_norm,
+        sensitivity=sensitivity,
+        delta=delta,
+        reproducible_randomness=config.seed is not None,
+    )

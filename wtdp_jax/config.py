@@ -27,7 +27,7 @@ class TrainConfig:
     """Folder with the tasks' files, e.g. ../shared/data; None downloads from the Hugging Face hub."""
 
     model: str | None = None
-    """Folder or hub name of a GPT-2 in Hugging Face form; None: the small one of the embedded task."""
+    """Folder or hub name of a GPT-2 in Hugging Face form; None: a small untrained one (reviews)."""
 
     tie_embeddings: bool = True
     """Whether the output head is the input embedding itself; an untied head starts as a copy of it."""

@@ -8,9 +8,12 @@ import jax
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from wtdp_jax import embedded
 from wtdp_jax.config import TrainConfig
 from wtdp_jax.data import Encoded, Task, encode, load_split, load_task, load_tokenizer
-from wtdp_jax.models import GPT2, from_pretrained
+from wtdp_jax.models import GPT2, GPT2Config, from_pretrained
+
+Params = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class Inputs:
     """
 
     model: GPT2
-    params: Any
+    params: Params
     tokenizer: PreTrainedTokenizerBase
     train_data: Encoded
     eval_data: Encoded
@@ -67,14 +70,20 @@ def load(config: TrainConfig) -> Inputs:
     return Inputs(model=model, params=params, tokenizer=tokenizer, train_data=train_data, eval_data=eval_data)
 
 
-def _load_model(config: TrainConfig, task: Task) -> tuple[GPT2, Any, PreTrainedTokenizerBase]:
+def _load_model(config: TrainConfig, task: Task) -> tuple[GPT2, Params, PreTrainedTokenizerBase]:
     """The model in its training form, its parameters and its tokenizer."""
-    if config.model is None:
-        raise ValueError("TODO")
-    model, params = from_pretrained(config.model, config.tie_embeddings)
-    tokenizer = load_tokenizer(config.model)
-    changed = dataclasses.replace(model.config, dropout=config.dropout, remat=config.remat)
-    return GPT2(changed), params, tokenizer
+    training = {"dropout": config.dropout, "remat": config.remat}
+    if config.model is not None:
+        model, params = from_pretrained(config.model, config.tie_embeddings)
+        return GPT2(dataclasses.replace(model.config, **training)), params, load_tokenizer(config.model)
+    if task.generate is None:
+        raise ValueError(f"model must be a folder or a hub name with task {task.name!r}, got none")
+    tokenizer = embedded.tokenizer()
+    shape = GPT2Config.preset("tiny", vocab_size=len(tokenizer), tie_embeddings=config.tie_embeddings)
+    model = GPT2(dataclasses.replace(shape, **training))
+    # The same start every time: it is public, and a resumed run is compared with it.
+    params = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
+    return model, params, tokenizer
 
 
 def _check_vocabulary(data: Encoded, model: GPT2) -> None:

@@ -208,8 +208,8 @@ def _initial_state(seed: int | None, params: Params, plan: Plan) -> tuple[TrainS
     trained, frozen = partition(params, plan.trainable)
     opt_state = plan.optimizer(streams.noise_key).init(trained)
     state = TrainState(trained=trained, opt_state=opt_state, streams=streams)
-    # Copied, because updates reuse the memory, and the caller's parameters stay. Bound to a device, as a restored
-    # state is, because functions are compiled for one or the other.
+    # Copied, because updates reuse the memory, and the caller's parameters stay. Bound to a device, as a
+    # restored state is: functions are compiled for one or the other.
     return jax.device_put((state, frozen), jax.local_devices()[0], may_alias=False)
 
 

@@ -138,8 +138,8 @@ _mark.def_abstract_eval(lambda marked, inputs, probe, **_: marked)
 
 def _batch_mark(args: Sequence, axes: Sequence, *, lanes: int, **params: Any) -> tuple[Any, Any]:
     """An inner vmap that gives its lanes one leaf sums their gradients before any norm is taken."""
-    sizes = [x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not batching.not_mapped]
-    shared = axes[0] is batching.not_mapped or axes[2] is batching.not_mapped
+    sizes = [x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None]
+    shared = axes[0] is None or axes[2] is None
     return _mark.bind(*args, lanes=lanes * sizes[0] if shared else lanes, **params), axes[0]
 
 
@@ -220,7 +220,8 @@ def _trace(
 
     failure = ""
     try:
-        jaxpr = jax.make_jaxpr(loss)(insert(params, dict(probes)), example)
+        with jax.disable_jit(False):  # op by op, a scan would be traced as its unrolled steps
+            jaxpr = jax.make_jaxpr(loss)(insert(params, dict(probes)), example)
     except Exception as error:
         jax.eval_shape(loss, params, example)  # if it fails on the caller's own params, that is the error to show
         message = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wtdp_jax.clipping import factors
-from wtdp_jax.clipping.job import Job, Outcome
+from wtdp_jax.clipping.job import Job, Outcome, Params
 from wtdp_jax.trees import leaf_paths
 
 
@@ -32,7 +32,7 @@ def microbatched(job: Job) -> Outcome:
 
     is_padding = jnp.pad(job.is_padding, (0, missing), constant_values=True).reshape(-1, size)
 
-    def add(total: Job, microbatch: tuple) -> tuple:
+    def add(total: Params, microbatch: tuple) -> tuple:
         batch, is_padding = microbatch
         outcome = _vmapped(dataclasses.replace(job, batch=batch, is_padding=is_padding), leaf_groups)
         return jax.tree.map(jnp.add, total, outcome.clipped_sum), (outcome.loss, outcome.norm)

@@ -1,0 +1,282 @@
+"""Every engine against the oracle, in float64 op by op, and compiled in float32.
+
+Op by op (`jax.disable_jit`) the many combinations share their compiled operations.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.clipping import oracle, small
+from wtdp_jax.clipping import ClippedGrad, clipped_grad
+from wtdp_jax.losses import label_word_loss, lm_loss, next_token_loss
+
+ENGINES = ("materialized", "microbatched", "ghost", "bookkeeping")
+GHOSTLY = ("ghost", "bookkeeping")
+
+# The batch's last rows: padding that holds NaN and a token that does not exist, and a real row whose gradient
+# is not finite. Neither may leave a trace.
+REAL = 5
+PADDING, BROKEN = REAL, REAL + 1
+
+
+def _scaled(loss_fn: Any) -> Any:
+    """A loss with a float leaf, which a NaN can reach."""
+    return lambda params, batch: batch["scale"] * loss_fn(params, batch)
+
+
+def _loss(name: str, model: Any) -> Any:
+    return _scaled({"next_token": next_token_loss, "lm": lm_loss}[name](model))
+
+
+def _batch_with_odd_rows(dtype: Any = jnp.float64) -> tuple[dict[str, Any], jax.Array]:
+    batch = small.token_batch(REAL + 2, dtype=dtype)
+    batch["scale"] = batch["scale"].at[PADDING].set(jnp.nan).at[BROKEN].set(jnp.inf)
+    batch["ids"] = batch["ids"].at[PADDING].set(1000)
+    return batch, jnp.arange(REAL + 2) == PADDING
+
+
+def _rows(batch: dict[str, Any], rows: slice) -> dict[str, Any]:
+    return {name: leaf[rows] for name, leaf in batch.items()}
+
+
+def _expected(clipping: str, gradients: Any, l2_clip_norm: float) -> Any:
+    norms = oracle.norms(gradients)
+    if clipping == "per_layer":
+        return oracle.per_layer_clipped_sum(gradients, l2_clip_norm)
+    factors = {"flat": oracle.flat_factors, "automatic": oracle.automatic_factors}[clipping]
+    return oracle.clipped_sum(gradients, factors(norms, l2_clip_norm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("loss", ["next_token", "lm"])
+def test_exact_in_float64(float64: None, tie: bool, loss: str) -> None:
+    model = small.gpt2(tie=tie)
+    loss_fn = _loss(loss, model)
+    batch, is_padding = _batch_with_odd_rows()
+    params = small.random_params(model, batch["ids"])
+    gradients = oracle.per_example_gradients(loss_fn, params, _rows(batch, slice(REAL)))
+    norms = oracle.norms(gradients)
+    l2_clip_norm = float(np.median(norms))
+    for clipping in ("flat", "automatic", "per_layer"):
+        expected = _expected(clipping, gradients, l2_clip_norm)
+        for engine in ENGINES:
+            grad_fn = clipped_grad(
+                loss_fn, engine=engine, l2_clip_norm=l2_clip_norm, clipping=clipping, microbatch_size=3
+            )
+            with jax.disable_jit():
+                total, per_example = grad_fn(params, batch, is_padding)
+            which = f"{clipping} {engine}"
+            assert oracle.relative_error(total, expected) < 1e-10, which
+            assert oracle.relative_error(per_example.norm[:REAL], norms) < 1e-10, which
+            assert per_example.norm[PADDING] == 0 and per_example.loss[PADDING] == 0, which
+            assert jnp.isinf(per_example.norm[BROKEN]), which
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", GHOSTLY)
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_compiled_in_float32(engine: Any, tie: bool) -> None:
+    model = small.gpt2(tie=tie, remat=tie)
+    loss_fn = _loss("next_token" if tie else "lm", model)
+    with jax.enable_x64(True):
+        batch, is_padding = _batch_with_odd_rows()
+        params = small.random_params(model, batch["ids"])
+        gradients = oracle.per_example_gradients(loss_fn, params, _rows(batch, slice(REAL)))
+    norms = oracle.norms(gradients)
+    l2_clip_norm = float(np.median(norms))
+    batch, params = jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else None),
+        (batch, params),
+    )
+    compiled = jax.jit(clipped_grad(loss_fn, engine=engine, l2_clip_norm=l2_clip_norm))
+    total, per_example = compiled(params, batch, is_padding)
+    assert {leaf.dtype for leaf in jax.tree.leaves(total)} == {jnp.dtype(jnp.float32)}
+    assert oracle.relative_error(total, _expected("flat", gradients, l2_clip_norm)) < 1e-4
+    assert oracle.relative_error(per_example.norm[:REAL], norms) < 1e-4
+
+    # The same program when no row is broken, where the two-pass engine keeps its forward pass.
+    fine = {name: leaf.at[BROKEN].set(leaf[0]) for name, leaf in batch.items()}
+    total, per_example = compiled(params, fine, is_padding | (jnp.arange(REAL + 2) == BROKEN))
+    assert oracle.relative_error(total, _expected("flat", gradients, l2_clip_norm)) < 1e-4
+
+
+def test_other_tied_norms(float64: None) -> None:
+    tied, untied = small.gpt2(tie=True), small.gpt2(tie=False)
+    batch = small.token_batch(3)
+    params = small.random_params(tied, batch["ids"])
+    apart = params | {"lm_head": {"kernel": params["wte"]["embedding"].T}}
+    # The untied model with equal matrices has g_in and g_out as separate leaves.
+    separate = oracle.per_example_gradients(next_token_loss(untied), apart, batch)
+    squared_in, squared_out, squared_all = (
+        oracle.norms(leaf) ** 2 for leaf in (separate["wte"], separate["lm_head"], separate)
+    )
+    joint = separate["wte"]["embedding"] + np.swapaxes(separate["lm_head"]["kernel"], 1, 2)
+    shared = {
+        "materialize": oracle.norms(joint) ** 2,
+        "omit": squared_in + squared_out,
+        "triangle": (np.sqrt(squared_in) + np.sqrt(squared_out)) ** 2,
+    }
+    gradients = oracle.per_example_gradients(next_token_loss(tied), params, batch)
+    for tied_norm, engine in itertools.product(shared, GHOSTLY):
+        norms = np.sqrt(squared_all - squared_in - squared_out + shared[tied_norm])
+        expected = oracle.clipped_sum(gradients, oracle.flat_factors(norms, 0.5))
+        grad_fn = clipped_grad(
+            next_token_loss(tied), engine=engine, l2_clip_norm=0.5, tied_norm=tied_norm
+        )
+        with jax.disable_jit():
+            total, per_example = grad_fn(params, batch)
+        assert oracle.relative_error(per_example.norm, norms) < 1e-10, (tied_norm, engine)
+        assert oracle.relative_error(total, expected) < 1e-10, (tied_norm, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_single_token_and_label_words(float64: None, engine: Any) -> None:
+    model = small.gpt2(tie=True)
+    batch = small.token_batch(3, tokens=1)
+    batch["targets"] = jnp.asarray([4, 7, 4], jnp.int32)
+    params = small.random_params(model, batch["ids"])
+    loss_fn = label_word_loss(model, [4, 7])
+    gradients = oracle.per_example_gradients(loss_fn, params, batch)
+    norms = oracle.norms(gradients)
+    with jax.disable_jit():
+        total, per_example = clipped_grad(loss_fn, engine=engine, l2_clip_norm=0.1)(params, batch)
+    assert oracle.relative_error(per_example.norm, norms) < 1e-10
+    expected = oracle.clipped_sum(gradients, oracle.flat_factors(norms, 0.1))
+    assert oracle.relative_error(total, expected) < 1e-10
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_physical_batches_sum_to_the_logical_one(float64: None, engine: Any) -> None:
+    model = small.gpt2(tie=True)
+    batch = small.token_batch(6)
+    params = small.random_params(model, batch["ids"])
+    grad_fn = clipped_grad(next_token_loss(model), engine=engine, l2_clip_norm=0.5)
+    with jax.disable_jit():
+        whole, _ = grad_fn(params, batch)
+        none = jnp.zeros(3, bool)
+        first, _ = grad_fn(params, _rows(batch, slice(3)), none)
+        second, _ = grad_fn(params, _rows(batch, slice(3, 6)), none)
+    assert oracle.relative_error(jax.tree.map(jnp.add, first, second), jax.tree.map(np.asarray, whole)) < 1e-12
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_a_batch_of_padding_gives_exact_zeros(float64: None, engine: Any, clipping: Any) -> None:
+    model = small.gpt2(tie=True)
+    batch = small.token_batch(2)
+    batch["scale"] = jnp.full(2, jnp.nan)
+    params = small.random_params(model, batch["ids"])
+    loss_fn = _scaled(next_token_loss(model))
+    grad_fn = clipped_grad(loss_fn, engine=engine, l2_clip_norm=0.5, clipping=clipping)
+    with jax.disable_jit():
+        total, per_example = grad_fn(params, batch, jnp.ones(2, bool))
+    assert all(not jnp.any(leaf) for leaf in jax.tree.leaves(total))
+    assert not jnp.any(per_example.norm) and not jnp.any(per_example.loss)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_frozen_leaves_have_no_part(float64: None, engine: Any) -> None:
+    model = small.gpt2(tie=True)
+    batch = small.token_batch(3)
+    params = small.random_params(model, batch["ids"])
+
+    def trainable(path: str) -> bool:
+        return path == "wte/embedding" or path.endswith("bias")
+
+    gradients = oracle.per_example_gradients(next_token_loss(model), params, batch)
+    kept = jax.tree_util.tree_map_with_path(
+        lambda keys, g: g if trainable("/".join(k.key for k in keys)) else None, gradients
+    )
+    norms = oracle.norms(kept)
+    grad_fn = clipped_grad(next_token_loss(model), engine=engine, l2_clip_norm=0.5, trainable=trainable)
+    with jax.disable_jit():
+        total, per_example = grad_fn(params, batch)
+    assert oracle.relative_error(per_example.norm, norms) < 1e-10
+    assert oracle.relative_error(total, oracle.clipped_sum(kept, oracle.flat_factors(norms, 0.5))) < 1e-10
+
+
+def _grad_fn(**settings: Any) -> ClippedGrad:
+    return clipped_grad(lambda params, batch: batch["x"] @ params["w"], **settings)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("l2_clip_norm", "clipping", "factors"),
+    [
+        # Gradients are the rows (3, 4), norm 5, and (0, 0), norm 0.
+        (0.0, "flat", 0.0),
+        (float("inf"), "flat", 1.0),
+        (2.0, "flat", 2 / 5),
+        (10.0, "flat", 1.0),
+        (2.0, "automatic", 2 / 5.01),
+        (0.0, "automatic", 0.0),
+        (2.0, "per_layer", 2 / 5),  # one group: C / sqrt(1)
+    ],
+)
+def test_edge_cases_by_hand(engine: Any, l2_clip_norm: float, clipping: Any, factors: float) -> None:
+    batch = {"x": jnp.asarray([[3.0, 4.0], [0.0, 0.0]])}
+    grad_fn = _grad_fn(engine=engine, l2_clip_norm=l2_clip_norm, clipping=clipping)
+    total, per_example = grad_fn({"w": jnp.ones(2)}, batch)
+    np.testing.assert_allclose(total["w"], factors * np.array([3.0, 4.0]), rtol=1e-5)
+    np.testing.assert_allclose(per_example.norm, [5, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "fast"}, "engine must be one of materialized, .*, got 'fast'"),
+        ({"tied_norm": "none"}, "tied_norm must be one of"),
+        ({"clipping": "layer"}, "clipping must be one of"),
+        ({"uncovered": "ignore"}, "uncovered must be one of"),
+        ({"l2_clip_norm": -1.0}, "l2_clip_norm must be at least 0, got -1.0"),
+        ({"l2_clip_norm": float("nan")}, "l2_clip_norm must be at least 0, got nan"),
+        ({"l2_clip_norm": float("inf"), "clipping": "automatic"}, "must be finite"),
+        ({"microbatch_size": 0}, "microbatch_size must be at least 1, got 0"),
+        ({"trainable": lambda path: False}, "trainable must choose at least one leaf"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _grad_fn(**{"engine": "ghost", "l2_clip_norm": 1.0, **settings})(
+            {"w": jnp.ones(2)}, {"x": jnp.ones((1, 2))}
+        )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("batch", "mask", "message"),
+    [
+        ({"x": jnp.ones((0, 2))}, None, "at least one row"),
+        ({"x": jnp.ones((3, 2)), "y": jnp.ones(2)}, None, "share a first axis"),
+        ({"x": jnp.ones((3, 2))}, jnp.zeros(2, bool), r"is_padding_example must have shape \(3,\)"),
+    ],
+)
+def test_batches_are_checked(engine: Any, batch: Any, mask: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _grad_fn(engine=engine, l2_clip_norm=1.0)({"w": jnp.ones(2)}, batch, mask)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_mean_loss_is_refused(engine: Any) -> None:
+    grad_fn = clipped_grad(
+        lambda params, batch: jnp.mean(batch["x"] @ params["w"]), engine=engine, l2_clip_norm=1.0
+    )
+    with pytest.raises(ValueError, match="loss_fn must return one loss an example"):
+        grad_fn({"w": jnp.ones(2)}, {"x": jnp.ones((3, 2))})
+
+
+def test_hashable_and_compiled_once() -> None:
+    loss_fn = lambda params, batch: batch["x"] @ params["w"]  # noqa: E731
+    one = clipped_grad(loss_fn, engine="ghost", l2_clip_norm=1.0)
+    same = clipped_grad(loss_fn, engine="ghost", l2_clip_norm=1.0)
+    assert hash(one) == hash(same) and one == same
+    compiled = jax.jit(one)
+    for rows in range(3):
+        compiled({"w": jnp.ones(2)}, {"x": jnp.full((3, 2), rows)}, jnp.arange(3) < rows)
+    assert compiled._cache_size() == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from wtdp_jax.data import HubSource, Rows, Task, load_task
+from wtdp_jax.data import TASK_NAMES, HubSource, Rows, Task, load_task
 
 TASK = Task(name="own", prompt="{title}: {body} Overall:", label_words={"neg": " bad", "pos": " good"})
 
@@ -16,14 +16,14 @@ def test_prompt_parts_alternate_words_and_columns():
     assert task.text_columns == ("a", "b")
 
 
-@pytest.mark.parametrize("name", ["sst2", "qnli", "qqp"])
+@pytest.mark.parametrize("name", TASK_NAMES)
 def test_built_in_tasks_have_their_name_and_two_labels(name):
     task = load_task(name)
     assert (task.name, len(task.labels)) == (name, 2)
 
 
 def test_unknown_task_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"embedded, sst2, qnli, qqp or a \.json file, got 'mnli'"):
+    with pytest.raises(ValueError, match=r"reviews, sst2, qnli, qqp or a \.json file, got 'mnli'"):
         load_task("mnli")
 
 

@@ -6,7 +6,7 @@
     train = encode(load_split(task, "train", data_dir), task, load_tokenizer(model_folder), max_length=1024)
 """
 
-from wtdp_jax.data.encoding import Encoded, Objective, encode, label_token_ids
+from wtdp_jax.data.encoding import Encoded, Objective, encode, encode_text, label_token_ids
 from wtdp_jax.data.known_tasks import TASK_NAMES, load_task
 from wtdp_jax.data.sources import load_split
 from wtdp_jax.data.tasks import HubSource, Rows, Split, Task
@@ -21,6 +21,7 @@ __all__ = [
     "Split",
     "Task",
     "encode",
+    "encode_text",
     "label_token_ids",
     "load_split",
     "load_task",

@@ -100,6 +100,29 @@ def encode(
     return Encoded(arrays=arrays, label_ids=label_ids, num_cut=num_cut)
 
 
+def encode_text(
+    lines: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_length: int
+) -> dict[str, np.ndarray]:
+    """Encodes plain text, each line a sequence of its own, for training on every token.
+
+    Args:
+      lines: the text; what exceeds ``max_length`` tokens of a line is cut.
+      tokenizer: any tokenizer of transformers; special tokens are not added.
+      max_length: the most tokens of a sequence, e.g. the model's n_positions.
+
+    Returns:
+      ``ids`` and ``weights`` as in ``Encoded`` for objective ``"lm"``.
+
+    Raises:
+      ValueError: if there is no line, or a line has fewer than two tokens and so nothing to predict.
+    """
+    sequences = [ids[:max_length] for ids in _token_ids(lines, tokenizer)]
+    shortest = min(map(len, sequences), default=0)
+    if shortest < 2:
+        raise ValueError(f"each line must have at least two tokens, got {shortest}")
+    return _sequence_arrays(sequences)
+
+
 def label_token_ids(task: Task, tokenizer: PreTrainedTokenizerBase) -> Int32[np.ndarray, " K"]:
     """Returns the label words' token ids, in the order of the task's labels.
 
@@ -162,13 +185,23 @@ def _pad(
 ) -> dict[str, np.ndarray]:
     """Builds the arrays described at ``Encoded``."""
     positions = np.asarray([len(prompt) - 1 for prompt in prompts], np.int32)
-    num_tokens = positions + 1 + has_label_word
-    ids = np.full((len(prompts), num_tokens.max()), _PADDING_ID, np.int32)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = prompt
-    arrays = {"ids": ids, "positions": positions, "targets": targets, "labels": labels}
-    if has_label_word:
-        ids[np.arange(len(prompts)), positions + 1] = targets
-        column = np.arange(ids.shape[1])
-        arrays["weights"] = ((column > 0) & (column < num_tokens[:, None])).astype(np.float32)
-    return arrays
+    arrays = {"positions": positions, "targets": targets, "labels": labels}
+    if not has_label_word:
+        return {"ids": _pad_ids(prompts), **arrays}
+    sequences = [[*prompt, target] for prompt, target in zip(prompts, targets.tolist(), strict=True)]
+    return {**_sequence_arrays(sequences), **arrays}
+
+
+def _sequence_arrays(sequences: Sequence[list[int]]) -> dict[str, np.ndarray]:
+    """Padded ids, and weights for predicting every token but the first."""
+    ids = _pad_ids(sequences)
+    column = np.arange(ids.shape[1])
+    length = np.asarray([len(sequence) for sequence in sequences])[:, None]
+    return {"ids": ids, "weights": ((column > 0) & (column < length)).astype(np.float32)}
+
+
+def _pad_ids(sequences: Sequence[list[int]]) -> Int32[np.ndarray, "N T"]:
+    ids = np.full((len(sequences), max(map(len, sequences))), _PADDING_ID, np.int32)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = sequence
+    return ids

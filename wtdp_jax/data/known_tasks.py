@@ -34,7 +34,7 @@ _GLUE_TASKS = (
         hub=_glue("qqp"),
     ),
 )
-_EMBEDDED = "embedded"
+_EMBEDDED = "reviews"
 
 TASK_NAMES = (_EMBEDDED, *(task.name for task in _GLUE_TASKS))
 

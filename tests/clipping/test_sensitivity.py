@@ -1,0 +1,98 @@
+"""One example's contribution never exceeds `sensitivity`; the naive tied norm shows why it claims sqrt(2) C."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from tests.clipping import small
+from wtdp_jax.clipping import clipped_grad
+from wtdp_jax.losses import next_token_loss
+
+ENGINES = ("materialized", "microbatched", "ghost", "bookkeeping")
+C = 0.5
+
+
+class TiedPair(nn.Module):
+    """An embedding that is its own head, and nothing else."""
+
+    @nn.compact
+    def __call__(self, ids: Any) -> Any:
+        embedding = nn.Embed(4, 8, name="e")
+        return embedding.attend(embedding(ids)[:, 0])
+
+
+def _loss(params: Any, batch: Any) -> Any:
+    log_probs = jax.nn.log_softmax(TiedPair().apply({"params": params}, batch["ids"]))
+    return -jnp.take_along_axis(log_probs, batch["targets"][:, None], -1)[:, 0]
+
+
+def _aligned() -> tuple[Any, Any]:
+    """Token 0 is predicted where token 1 is the target, and E_1 = -a E_0.
+
+    Then r = e_0 - e_1, h = E_0, g_out = r h^T, g_in = e_0 (E_0 - E_1)^T = (1 + a) e_0 E_0^T. In units of |E_0|^2:
+    ||g_in||^2 = (1 + a)^2, ||g_out||^2 = 2, <g_in, g_out> = 1 + a. With 1 + a = sqrt(2) the true squared norm is
+    2 + 2 + 2 sqrt(2), the naive one 4: a ratio of norms of sqrt(1 + 1 / sqrt(2)) = 1.3066.
+    """
+    e = np.zeros((4, 8), np.float32)
+    e[0, 0] = 5
+    e[1, 0] = -5 * (math.sqrt(2) - 1)
+    batch = {"ids": jnp.zeros((1, 1), jnp.int32), "targets": jnp.ones(1, jnp.int32)}
+    return {"e": {"embedding": jnp.asarray(e)}}, batch
+
+
+def _length(tree: Any) -> float:
+    return math.sqrt(sum(float(np.sum(np.square(np.asarray(x, np.float64)))) for x in jax.tree.leaves(tree)))
+
+
+@pytest.mark.parametrize("engine", ["ghost", "bookkeeping"])
+def test_without_the_cross_term_the_clip_norm_is_exceeded(engine: Any) -> None:
+    params, batch = _aligned()
+    naive = clipped_grad(_loss, engine=engine, l2_clip_norm=C, tied_norm="omit")
+    length = _length(naive(params, batch)[0])
+    np.testing.assert_allclose(length / C, math.sqrt(1 + 1 / math.sqrt(2)), rtol=1e-3)
+    assert C < length <= naive.sensitivity
+    assert naive.sensitivity == math.sqrt(2) * C
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("tied_norm", ["cross_term", "materialize", "triangle"])
+def test_with_it_the_same_example_is_within(engine: Any, tied_norm: Any) -> None:
+    params, batch = _aligned()
+    grad_fn = clipped_grad(_loss, engine=engine, l2_clip_norm=C, tied_norm=tied_norm)
+    length = _length(grad_fn(params, batch)[0])
+    assert length <= grad_fn.sensitivity == C
+    if tied_norm != "triangle":
+        assert length > 0.9999 * C
+
+
+def test_engines_that_build_gradients_ignore_the_naive_norm() -> None:
+    params, batch = _aligned()
+    for engine in ("materialized", "microbatched"):
+        grad_fn = clipped_grad(_loss, engine=engine, l2_clip_norm=C, tied_norm="omit")
+        assert grad_fn.sensitivity == C
+        assert _length(grad_fn(params, batch)[0]) <= C
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_a_batch_of_one_never_exceeds_sensitivity_in_float32(engine: Any, clipping: Any) -> None:
+    if (engine, clipping) in {("microbatched", "flat"), ("materialized", "per_layer")}:
+        pytest.skip("the same code as its neighbour, which runs")
+    model = small.gpt2(tie=True)
+    grad_fn = clipped_grad(next_token_loss(model), engine=engine, l2_clip_norm=C, clipping=clipping)
+    compiled = jax.jit(grad_fn)
+    worst = 0.0
+    for seed in range(60):
+        batch = small.token_batch(2, dtype=jnp.float32, seed=seed)
+        params = small.random_params(
+            model, batch["ids"], dtype=jnp.float32, seed=seed, scale=10 ** (seed % 5 / 2 - 1)
+        )
+        total, _ = compiled(params, batch, jnp.asarray([False, True]))
+        worst = max(worst, _length(total))
+    assert 0.99 * C < worst <= grad_fn.sensitivity

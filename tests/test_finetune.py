@@ -36,6 +36,7 @@ def _arguments(place: Path, out: str = "run", **changes: object) -> list[str]:
         "model": place / "model",
         "prompt": "{sentence} it was",
         "engine": "materialized",
+        "trainable": "wte|lm_head",
         "noise-multiplier": 1.0,
         "batch-size": 8,
         "physical-batch-size": 4,
@@ -77,6 +78,12 @@ def test_leaves_a_run_folder_and_says_what_it_promises(place: Path):
     assert read_json(place / "run" / "model" / "config.json")["tie_word_embeddings"] is False
     assert read_json(place / "run" / "results.json")["num_eval_examples"] == 5
     assert read_json(place / "run" / "privacy.json")["reproducible_randomness"] is False
+    again = _script(*_arguments(place), "--no-tie-embeddings")
+    assert again.returncode == 2 and again.stdout == ""
+    assert (
+        again.stderr
+        == f"error: {place / 'run'} already holds this run: add --resume, or choose another out\n"
+    )
 
 
 def test_help_explains_every_setting():

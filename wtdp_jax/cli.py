@@ -3,12 +3,16 @@
 import contextlib
 import io
 import itertools
+import os
 import re
 import sys
 from collections.abc import Iterator
 from typing import TypeVar
 
 import tyro
+
+# At every start transformers remarks that there is no PyTorch; a script's stderr is for what matters.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 Config = TypeVar("Config")
 

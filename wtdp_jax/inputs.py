@@ -56,6 +56,7 @@ def load(config: TrainConfig) -> Inputs:
     task = load_task(config.task).with_overrides(prompt=config.prompt, label_words=config.label_words)
     rows = {split: load_split(task, split, config.data_dir) for split in ("train", "dev")}
     model, params, tokenizer = _load_model(config, task)
+    model = GPT2(dataclasses.replace(model.config, dropout=config.dropout, remat=config.remat))
     limit = model.config.n_positions
     if config.max_length is not None and config.max_length > limit:
         raise ValueError(
@@ -71,16 +72,13 @@ def load(config: TrainConfig) -> Inputs:
 
 
 def _load_model(config: TrainConfig, task: Task) -> tuple[GPT2, Params, PreTrainedTokenizerBase]:
-    """The model in its training form, its parameters and its tokenizer."""
-    training = {"dropout": config.dropout, "remat": config.remat}
+    """The model, its parameters and its tokenizer."""
     if config.model is not None:
-        model, params = from_pretrained(config.model, config.tie_embeddings)
-        return GPT2(dataclasses.replace(model.config, **training)), params, load_tokenizer(config.model)
+        return *from_pretrained(config.model, config.tie_embeddings), load_tokenizer(config.model)
     if task.generate is None:
         raise ValueError(f"model must be a folder or a hub name with task {task.name!r}, got none")
     tokenizer = embedded.tokenizer()
-    shape = GPT2Config.preset("tiny", vocab_size=len(tokenizer), tie_embeddings=config.tie_embeddings)
-    model = GPT2(dataclasses.replace(shape, **training))
+    model = GPT2(GPT2Config.preset("tiny", vocab_size=len(tokenizer), tie_embeddings=config.tie_embeddings))
     # The same start every time: it is public, and a resumed run is compared with it.
     params = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
     return model, params, tokenizer

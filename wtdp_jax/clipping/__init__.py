@@ -111,10 +111,7 @@ class ClippedGrad:
         # Padding may hold anything, NaN included, so it never meets the model.
         job = self._job(params, rows.replace(jax.tree.map(jnp.asarray, batch), is_padding), is_padding)
         outcome = _ENGINES[self.engine](job)
-        clipped_sum = jax.tree.map(
-            lambda leaf: leaf.astype(jnp.promote_types(jnp.float32, leaf.dtype)), outcome.clipped_sum
-        )
-        return clipped_sum, PerExample(jnp.where(is_padding, 0, outcome.loss), outcome.norm)
+        return outcome.clipped_sum, PerExample(jnp.where(is_padding, 0, outcome.loss), outcome.norm)
 
     def check(self, params: Params, batch: Batch) -> Coverage:
         """Which leaves have a rule and which are materialized; as text, a table.

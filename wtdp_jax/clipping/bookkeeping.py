@@ -36,7 +36,7 @@ def bookkeeping(job: Job) -> Outcome:
     }
     clipped, uncovered_sum = tapped.clip(job, coverage, split, squared, gradients)
     covered_sum = _weighted_sums(coverage, records, clipped, like=split.covered)
-    return Outcome(tapped.join(split, covered_sum, uncovered_sum), losses, clipped.norm)
+    return job.outcome(tapped.join(split, covered_sum, uncovered_sum), losses, clipped.norm)
 
 
 def _record_taps(coverage: Coverage) -> capture.Tap:

@@ -6,7 +6,7 @@ losses: there the second pass has a forward pass of its own, in which each layer
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,52 @@ from wtdp_jax.clipping.job import Job, Outcome, Params
 from wtdp_jax.coverage import Coverage, Layer
 
 
+class _State(NamedTuple):
+    """What the rounds of `ghost` hand on."""
+
+    round: Array
+    broken: Array
+    outcome: Outcome
+
+
 def ghost(job: Job) -> Outcome:
-    """The clipped sum by two backward passes."""
+    """The clipped sum by two backward passes.
+
+    A row whose gradient is not finite would spoil the second pass, whatever its factor: 0 x NaN is NaN. Only the first
+    pass tells which rows these are. So if there are any, both passes run once more with them replaced.
+    """
+
     coverage = job.coverage()
+
+    def unfinished(state: _State) -> Array:
+        good = ~(job.is_padding | state.broken)
+        return (state.round == 0) | ((state.round == 1) & jnp.any(state.broken) & jnp.any(good))
+
+    def next_round(state: _State) -> _State:
+        left_out = job.is_padding | state.broken
+        batch = rows.replace(job.batch, left_out)
+        outcome = _two_passes(dataclasses.replace(job, batch=batch, is_padding=left_out), coverage)
+        first = state.round == 0
+        return _State(
+            round=state.round + 1,
+            broken=jnp.where(first, jnp.isinf(outcome.norm), state.broken),
+            outcome=Outcome(
+                clipped_sum=outcome.clipped_sum,
+                loss=jnp.where(first, outcome.loss, state.outcome.loss),
+                norm=jnp.where(first, outcome.norm, state.outcome.norm),
+            ),
+        )
+
+    start = _State(
+        round=jnp.zeros((), jnp.int32),
+        broken=jnp.zeros(job.num_rows, bool),
+        outcome=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), job.outcome_shapes()),
+    )
+    return jax.lax.while_loop(unfinished, next_round, start).outcome
+
+
+def _two_passes(job: Job, coverage: Coverage) -> Outcome:
+    """One round: zeros for the sum unless every row that is not padding has a finite gradient."""
     split = tapped.split_leaves(job, coverage)
     probes = tapped.zero_probes(coverage.layers, lambda layer: _probe_shapes(layer, job), job.num_rows)
     losses_of = tapped.tapped_losses(job, coverage, split, lambda: _norm_taps(coverage, job))
@@ -33,16 +76,15 @@ def ghost(job: Job) -> Outcome:
         for layer, norm in zip(coverage.layers, norms, strict=True)
     }
     clipped, uncovered_sum = tapped.clip(job, coverage, split, squared, gradients)
-    if job.clipping == "per_layer":
-        covered_sum = _weighed_sum(job, coverage, split, clipped)
-    else:
-        weights = factors.of_examples(clipped).astype(losses.dtype)
-        covered_sum = jax.lax.cond(
-            jnp.all(clipped.counts | job.is_padding),
-            lambda: backward(weights)[0],
-            lambda: _plain_sum(job, split, clipped, weights),
-        )
-    return Outcome(tapped.join(split, covered_sum, uncovered_sum), losses, clipped.norm)
+
+    def second_pass() -> Params:
+        if job.clipping == "per_layer":
+            return _weighed_sum(job, coverage, split, clipped)
+        return backward(factors.of_examples(clipped).astype(losses.dtype))[0]
+
+    fine = jnp.any(clipped.counts) & jnp.all(clipped.counts | job.is_padding)
+    covered_sum = jax.lax.cond(fine, second_pass, lambda: jax.tree.map(jnp.zeros_like, split.covered))
+    return job.outcome(tapped.join(split, covered_sum, uncovered_sum), losses, clipped.norm)
 
 
 # ---- the first pass ---------------------------------------------------------------------------------------
@@ -118,27 +160,13 @@ def _layer_norm(layer: Layer, norm: Any, job: Job) -> Array:
 # ---- the second pass --------------------------------------------------------------------------------------
 
 
-def _plain_sum(job: Job, split: tapped.Split, clipped: Factors, weights: Array) -> Params:
-    """The weighted sum over a batch in which rows that do not count are replaced: 0 x NaN would be NaN."""
-    batch = rows.replace(job.batch, ~clipped.counts)
-
-    def losses_of(covered: Params) -> Array:
-        trained = tapped.join(split, covered, split.uncovered)
-        return jax.vmap(job.example_loss, in_axes=(None, 0))(trained, batch)
-
-    (total,) = jax.vjp(losses_of, split.covered)[1](weights)
-    return jax.tree.map(lambda leaf: jnp.where(jnp.any(clipped.counts), leaf, 0), total)
-
-
 def _weighed_sum(job: Job, coverage: Coverage, split: tapped.Split, clipped: Factors) -> Params:
     """The sum with each layer's gradient weighed by its own factor."""
     probes = [
         jnp.moveaxis(clipped.factors[factors.Group(layer.path, layer.stack)], 0, -1)
         for layer in coverage.layers
     ]
-    safe = dataclasses.replace(job, batch=rows.replace(job.batch, ~clipped.counts))
-    losses_of = tapped.tapped_losses(safe, coverage, split, capture.Weigh)
+    losses_of = tapped.tapped_losses(job, coverage, split, capture.Weigh)
     copies = tapped.copies(split.uncovered, job.num_rows)
     losses, backward = jax.vjp(lambda covered: losses_of(covered, probes, copies), split.covered)
-    (total,) = backward(jnp.ones_like(losses))
-    return jax.tree.map(lambda leaf: jnp.where(jnp.any(clipped.counts), leaf, 0), total)
+    return backward(jnp.ones_like(losses))[0]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from wtdp_jax import capture
@@ -57,6 +58,24 @@ class Job:
     def example_loss(self, trained: Params, example: Any) -> Array:
         """The plain loss of one example, leaves without a batch axis."""
         return capture.example_loss(self.loss_fn, merge(trained, self.frozen), example)
+
+    def outcome(self, clipped_sum: Params, loss: Array, norm: Array) -> Outcome:
+        """The outcome in the types that all engines return: float32 or wider."""
+        return jax.tree.map(
+            lambda leaf, shape: leaf.astype(shape.dtype),
+            Outcome(clipped_sum, loss, norm),
+            self.outcome_shapes(),
+        )
+
+    def outcome_shapes(self) -> Outcome:
+        """Shapes and dtypes of the outcome."""
+
+        def wide(shape: tuple[int, ...], *dtypes: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.result_type(jnp.float32, *dtypes))
+
+        per_example = wide((self.num_rows,), *(leaf.dtype for leaf in jax.tree.leaves(self.trained)))
+        sums = jax.tree.map(lambda leaf: wide(leaf.shape, leaf.dtype), self.trained)
+        return Outcome(sums, per_example, per_example)
 
     def coverage(self) -> Coverage:
         """Which leaves the rules cover, from a trace of the loss for one example."""

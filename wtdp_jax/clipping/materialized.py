@@ -53,7 +53,7 @@ def _vmapped(job: Job, leaf_groups: dict[str, factors.Group]) -> Outcome:
     clipped = factors.clip_factors(
         squared, job.is_padding, l2_clip_norm=job.l2_clip_norm, clipping=job.clipping
     )
-    return Outcome(factors.weighted_sum(gradients, leaf_groups, clipped), losses, clipped.norm)
+    return job.outcome(factors.weighted_sum(gradients, leaf_groups, clipped), losses, clipped.norm)
 
 
 def _leaf_groups(job: Job) -> dict[str, factors.Group]:

@@ -251,6 +251,10 @@ def test_resuming_as_another_run_is_refused(whole: train.Outcome, monkeypatch: p
     other_params = dataclasses.replace(inputs, params=jax.tree.map(lambda p: p + 1, inputs.params))
     with pytest.raises(ValueError, match="initial_model was"):
         _run(whole.folder.path, other_params, resume=True)
+    other_noise = dataclasses.replace(_plan("dp").statement, noise_multiplier=0.4)
+    with pytest.raises(ValueError, match="noise_multiplier was 0.5, now 0.4"):
+        other_plan = dataclasses.replace(_plan("dp"), statement=other_noise)
+        _run(whole.folder.path, plan=other_plan, resume=True)
     monkeypatch.setattr(jax, "__version__", "0.0.1")
     with pytest.raises(ValueError, match="jax was '.*', now '0.0.1'"):
         _run(whole.folder.path, resume=True)

@@ -74,6 +74,16 @@ class Plan:
             entropy=entropy,
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns what the settings left open."""
+        private = self.statement and {
+            "noise_multiplier": self.statement.noise_multiplier,
+            "sensitivity": self.statement.sensitivity,
+            "sampling_prob": self.statement.sampling_prob,
+            "delta": self.statement.delta,
+        }
+        return {"num_steps": self.num_steps, **(private or {})}
+
     def guarantee(self, status: Status, steps: int) -> dict[str, Any]:
         """Returns what privacy.json says.
 

@@ -15,7 +15,7 @@ from typing import Any
 from wtdp_jax.config import WITHOUT_EFFECT_ON_VALUES
 
 Record = Mapping[str, Mapping[str, Any]]
-"""What a run is: {"settings": ..., "identity": ...}, the second naming data, model, software and device."""
+"""What a run is: {"settings": ..., "identity": data, model, software and device, "plan": steps and noise}."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,7 +86,9 @@ def run(config: TrainConfig, inputs: Inputs, plan: Plan | None = None) -> Outcom
       FloatingPointError: if released parameters, or a non-private loss, are not finite.
     """
     plan = make_plan(config, inputs) if plan is None else plan
-    folder, record = RunFolder(config.out), _record(config, inputs)
+    folder = RunFolder(config.out)
+    # What was calibrated is compared too: another accountant's version might find another noise multiplier.
+    record = {**_record(config, inputs), "plan": plan.to_json()}
     with folder.claimed(record, resume=config.resume):
         write_json(folder.config, record)
         with Checkpoints(folder.checkpoints) as checkpoints:

@@ -11,7 +11,8 @@ from jaxtyping import install_import_hook
 install_import_hook("wtdp_jax", "beartype.beartype")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Tests compile many programs and run each once. A test that reads a compiled program asks for the optimizations.
+# Tests compile many programs and run each once. A test that reads a compiled program asks for the
+# optimizations.
 jax.config.update("jax_disable_most_optimizations", True)
 
 

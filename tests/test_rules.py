@@ -84,7 +84,7 @@ def test_tied_modes_by_hand(float64: None, tied_norm: rules.TiedNorm, expected: 
 
 
 def test_a_cancelling_tied_pair_never_rounds_to_less_than_it_is() -> None:
-    """g_in is -g_out but for a trifle: the plain float32 sum of the three terms comes out negative or too small."""
+    """g_in is -g_out but for a trifle: the plain float32 sum of three terms comes out too small."""
     plain_too_small = 0
     for seed in range(200):
         rng = np.random.default_rng(seed)

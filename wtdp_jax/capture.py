@@ -3,13 +3,13 @@
 Dimension key: T positions, I/O input and output features, D width, V vocabulary.
 
 The model holds no DP code. While a loss is traced for one example, `nn.intercept_methods` puts an identity
-`jax.custom_vjp`, a tap, on the OUTPUT of each covered layer. Forward, the layer is untouched. Backward, the tap
-passes the cotangent d on unchanged and emits something made of the layer's input and d as the cotangent of a
-zero array, the layer's probe.
+`jax.custom_vjp`, a tap, on the OUTPUT of each covered layer. Forward, the layer is untouched. Backward, the
+tap passes the cotangent d on unchanged and emits something made of the layer's input and d as the cotangent
+of a zero array, the layer's probe.
 
-Probes travel inside the params dict, under a key beside the layer's own leaves. So they reach the layer through
-`nn.scan`, `nn.remat`, `nn.vmap` or a user's own slicing, sliced along with the leaves they belong to; a layer
-without a probe is not tapped.
+Probes travel inside the params dict, under a key beside the layer's own leaves. So they reach the layer
+through `nn.scan`, `nn.remat`, `nn.vmap` or a user's own slicing, sliced along with the leaves they belong to;
+a layer without a probe is not tapped.
 """
 
 import contextlib
@@ -51,7 +51,8 @@ def probe_key(index: int) -> str:
 def layer_kind(module: nn.Module, method: str, args: tuple, kwargs: dict) -> Kind | None:
     """The kind of a layer call that a rule covers, or None.
 
-    Exact types only: a subclass may compute something else. So may a layer with its own product or other axes.
+    Exact types only: a subclass may compute something else. So may a layer with its own product or other
+        axes.
     """
     if kwargs or len(args) != 1:
         return None
@@ -81,8 +82,7 @@ def example_loss(
         losses = loss_fn(params, batch)
     if jnp.shape(losses) != (1,):
         raise ValueError(
-            "loss_fn must return one loss an example: shape (1,) for a batch of one, "
-            f"got {jnp.shape(losses)}"
+            f"loss_fn must return one loss an example: shape (1,) for a batch of one, got {jnp.shape(losses)}"
         )
     return losses[0]
 
@@ -125,7 +125,8 @@ def record(call: Call, d: Array) -> dict[str, Array]:
         d: the cotangent of its outputs.
 
     Returns:
-        dense, attend: {"a" (T, I), "d" (T, O)}. embed: {"ids" (T,), "d" (T, D)}, with ids as float32, since they
+        dense, attend: {"a" (T, I), "d" (T, O)}. embed: {"ids" (T,), "d" (T, D)}, with ids as float32, since
+            they
         leave as cotangents and those are never integers; the vocabulary is below 2^24. norm: the example's
         gradient {"scale" (D,), "bias" (D,)} and the sums of squares of what was summed, {"scale_parts",
         "bias_parts"}.
@@ -228,9 +229,9 @@ _weigh.defvjp(
 def _one_per_example(y: Array, probe: Any) -> Array:
     """`y`, made to depend on the probe, which every example has its own of.
 
-    What does not depend on the example, such as position embeddings, is computed once for the whole batch under
-    vmap, and its cotangent would be summed over the examples before a tap sees it. Probes are zeros known at
-    compile time, so this costs nothing.
+    What does not depend on the example, such as position embeddings, is computed once for the whole batch
+    under vmap, and its cotangent would be summed over the examples before a tap sees it. Probes are zeros
+    known at compile time, so this costs nothing.
     """
     first = jax.lax.stop_gradient(jax.tree.leaves(probe)[0]).reshape(-1)[0]
     return jnp.where(jnp.isfinite(first), y, jnp.zeros((), y.dtype))
@@ -240,7 +241,7 @@ def _one_per_example(y: Array, probe: Any) -> Array:
 
 
 class Interceptor:
-    """Common to all: finds covered layers by their probes and never looks inside a layer it has taken over."""
+    """Common to all: finds layers by their probes, and never looks inside one it has taken over."""
 
     def __init__(self) -> None:
         self._inside = False
@@ -248,11 +249,11 @@ class Interceptor:
     def __call__(self, next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         """Called by Flax for each method of each module."""
         kind = None if self._inside else layer_kind(context.module, context.method_name, args, kwargs)
-        params = context.module.variables.get("params", {}) if kind else {}
-        if not params:
+        if kind is None:
             return next_fun(*args, **kwargs)
+        params = context.module.variables.get("params", {})
         index = next((int(key[len(_PROBE_KEY) :]) for key in params if key.startswith(_PROBE_KEY)), None)
-        return self.layer(kind, context.module, args[0], params, index, next_fun)  # type: ignore[arg-type]
+        return self.layer(kind, context.module, args[0], params, index, next_fun)
 
     def layer(
         self, kind: Kind, module: nn.Module, x: Any, params: Mapping, index: int | None, next_fun: Callable
@@ -272,9 +273,12 @@ class Interceptor:
 
 
 class Weigh(Interceptor):
-    """Scales the weight gradient of each layer whose probe holds a factor, not what it passes to other layers."""
+    """Scales the weight gradient of each layer whose probe holds a factor, and nothing else."""
 
-    def layer(self, kind, module, x, params, index, next_fun):  # noqa: D102
+    def layer(
+        self, kind: Kind, module: nn.Module, x: Any, params: Mapping, index: int | None, next_fun: Callable
+    ) -> Array:
+        """The layer's output; backward, its own gradient is weighed."""
         if index is None:
             return next_fun(x)
         factor = params[probe_key(index)]
@@ -288,8 +292,9 @@ class Weigh(Interceptor):
 class Link:
     """How the two taps of a matrix that is embedding and head work together, by a side array.
 
-    The embedding's tap sends a zero side array forward to the head's; backward, the head's tap returns something
-    made of its activations and backprops as the side's cotangent, and the embedding's tap sees that.
+    The embedding's tap sends a zero side array forward to the head's; backward, the head's tap returns
+    something made of its activations and backprops as the side's cotangent, and the embedding's tap sees
+    that.
 
     Attributes:
         side_shape: the side array's shape, given the embedding's call.
@@ -305,7 +310,8 @@ class Link:
 class Tap(Interceptor):
     """Taps every layer with a probe.
 
-    The probe of a matrix that is embedding and head has the parts "embedding", "head" and, if linked, "cross".
+    The probe of a matrix that is embedding and head has the parts "embedding", "head" and, if linked,
+    "cross".
 
     Args:
         emit: (index, call, d) -> the probe's cotangent.
@@ -322,7 +328,10 @@ class Tap(Interceptor):
         self._link = link
         self._embedded: dict[int, tuple[Array, Array]] = {}  # ids and side array, from embedding to head
 
-    def layer(self, kind, module, x, params, index, next_fun):  # noqa: D102
+    def layer(
+        self, kind: Kind, module: nn.Module, x: Any, params: Mapping, index: int | None, next_fun: Callable
+    ) -> Array:
+        """The layer's output, tapped."""
         if index is None:
             return next_fun(x)
         probe = params[probe_key(index)]

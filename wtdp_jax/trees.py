@@ -18,6 +18,11 @@ def parent(path: str) -> str:
     return path.rpartition("/")[0]
 
 
+def leaf_name(path: str) -> str:
+    """The last part of a path."""
+    return path.rpartition("/")[2]
+
+
 def map_with_path(function: Callable[[str, Any], Any], tree: Params) -> Params:
     """The tree with each leaf replaced by ``function(path, leaf)``."""
     return jax.tree_util.tree_map_with_path(lambda keys, leaf: function(_path(keys), leaf), tree)
@@ -31,8 +36,8 @@ def partition(params: Params, trainable: Callable[[str], bool] | None) -> tuple[
         trainable: says of a leaf's path, "h/c_fc/kernel", whether it is trained. None: all are.
 
     Returns:
-        Two trees like params, with None in each where the other has the leaf. JAX and optax see no leaf in a None,
-        so gradients, noise and optimizer state exist for the trained leaves alone.
+        Two trees like params, with None in each where the other has the leaf. JAX and optax see no leaf in a
+        None, so gradients, noise and optimizer state exist for the trained leaves alone.
 
     Raises:
         ValueError: when no leaf is trainable.

@@ -42,7 +42,7 @@ def automatic_factors(norms: np.ndarray, l2_clip_norm: float) -> np.ndarray:
 
 
 def per_layer_clipped_sum(gradients: Any, l2_clip_norm: float, stacked: str = "h") -> Any:
-    """Each module at each depth clipped to C / sqrt(K); modules under `stacked` have a leading axis of depth."""
+    """Each module at each depth clipped to C / sqrt(K); under `stacked` are leading axes of depth."""
     slices = {}  # (module, depth) -> names of leaves
     for keys, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         *module, _ = (key.key for key in keys)

@@ -20,15 +20,19 @@ def gpt2(*, tie: bool, remat: bool = False) -> GPT2:
     )
 
 
-def random_params(model: Any, *inputs: Any, dtype: Any = jnp.float64, seed: int = 0, scale: float = 0.3) -> Any:
+def random_params(
+    model: Any, *inputs: Any, dtype: Any = jnp.float64, seed: int = 0, scale: float = 0.3
+) -> Any:
     """Params of a model with every entry normal, so that no gradient is zero by symmetry."""
     shapes = jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda s: jnp.asarray(scale * rng.standard_normal(s.shape), dtype), shapes)
 
 
-def token_batch(rows: int, *, tokens: int = TOKENS, dtype: Any = jnp.float64, seed: int = 1) -> dict[str, Any]:
-    """Rows of all kinds: repeated tokens, a label that is also in the text, different positions and weights."""
+def token_batch(
+    rows: int, *, tokens: int = TOKENS, dtype: Any = jnp.float64, seed: int = 1
+) -> dict[str, Any]:
+    """Rows of all kinds: repeated tokens, a label that is in the text, varying positions and weights."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 31, (rows, tokens)).astype(np.int32)
     ids[0] = ids[0, 0]

@@ -76,7 +76,10 @@ def _scan(axes: dict[str, int], broadcast: Any, block: Any, x: Any, ids: Any, **
 
 def _lanes(params_axis: int | None, x: Any) -> Any:
     lanes = nn.vmap(
-        Shared, variable_axes={"params": params_axis}, split_rngs={"params": params_axis is not None}, axis_size=2
+        Shared,
+        variable_axes={"params": params_axis},
+        split_rngs={"params": params_axis is not None},
+        axis_size=2,
     )
     return jnp.sum(lanes(name="lanes")(jnp.stack([x, 2 * x])), 0)
 
@@ -88,7 +91,9 @@ _ODDITIES: dict[str, Callable] = {
     "direct": lambda x, wte, ids: x + 0.3 * wte.embedding[5].reshape(1, 1, -1),
     "scan": lambda x, wte, ids: _scan({"params": 0}, False, Block, x, ids),
     "scan embeds": lambda x, wte, ids: _scan({"params": 0}, False, Block, x, ids, embeds=True),
-    "scan remat embeds": lambda x, wte, ids: _scan({"params": 0}, False, nn.remat(Block), x, ids, embeds=True),
+    "scan remat embeds": lambda x, wte, ids: _scan(
+        {"params": 0}, False, nn.remat(Block), x, ids, embeds=True
+    ),
     "remat": lambda x, wte, ids: nn.remat(Block)(embeds=True, name="h")(x, ids)[0],
     "loop": lambda x, wte, ids: _scan({}, "params", Block, x, ids),
     "lanes of one layer": lambda x, wte, ids: _lanes(None, x),
@@ -104,7 +109,9 @@ _ODDITIES: dict[str, Callable] = {
         ids[0, 0] > 4, lambda m, y: m(y), lambda m, y: -m(y), nn.Dense(WIDTH, name="branch"), x
     ),
     "unused": lambda x, wte, ids: (nn.Dense(WIDTH, name="unused")(x), x)[1],
-    "dense on positions": lambda x, wte, ids: x + nn.Dense(WIDTH, name="pos")(jnp.ones((1, TOKENS, 2), x.dtype)),
+    "dense on positions": lambda x, wte, ids: (
+        x + nn.Dense(WIDTH, name="pos")(jnp.ones((1, TOKENS, 2), x.dtype))
+    ),
 }
 
 
@@ -215,7 +222,9 @@ def _assert_exact(loss_fn: Callable, params: Any, batch: Any) -> None:
     expected = oracle.clipped_sum(gradients, oracle.flat_factors(norms, l2_clip_norm))
     for engine in ("ghost", "bookkeeping"):
         with jax.disable_jit(False):
-            total, per_example = clipped_grad(loss_fn, engine=engine, l2_clip_norm=l2_clip_norm)(params, batch)
+            total, per_example = clipped_grad(loss_fn, engine=engine, l2_clip_norm=l2_clip_norm)(
+                params, batch
+            )
         assert oracle.relative_error(per_example.norm, norms) < 1e-10, engine
         assert oracle.relative_error(total, expected) < 1e-10, engine
 
@@ -265,7 +274,9 @@ def test_uncovered_leaves_are_refused_by_name(engine: Any) -> None:
 def test_the_table() -> None:
     batch, model = _batch(), Model(odd="raw")
     params = small.random_params(model, batch["ids"], dtype=jnp.float32)
-    coverage = clipped_grad(lambda p, b: _plain(model, p, b), engine="ghost", l2_clip_norm=1.0).check(params, batch)
+    coverage = clipped_grad(lambda p, b: _plain(model, p, b), engine="ghost", l2_clip_norm=1.0).check(
+        params, batch
+    )
     assert coverage.bytes_materialized == 6 * 4  # one gain of 6 float32 entries
     lines = {line.split()[0]: line for line in str(coverage).splitlines()}
     assert "tied" in lines["wte/embedding"] and " 2 " in lines["wte/embedding"]

@@ -126,9 +126,7 @@ def test_other_tied_norms(float64: None) -> None:
     for tied_norm, engine in itertools.product(shared, GHOSTLY):
         norms = np.sqrt(squared_all - squared_in - squared_out + shared[tied_norm])
         expected = oracle.clipped_sum(gradients, oracle.flat_factors(norms, 0.5))
-        grad_fn = clipped_grad(
-            next_token_loss(tied), engine=engine, l2_clip_norm=0.5, tied_norm=tied_norm
-        )
+        grad_fn = clipped_grad(next_token_loss(tied), engine=engine, l2_clip_norm=0.5, tied_norm=tied_norm)
         with jax.disable_jit():
             total, per_example = grad_fn(params, batch)
         assert oracle.relative_error(per_example.norm, norms) < 1e-10, (tied_norm, engine)
@@ -162,7 +160,9 @@ def test_physical_batches_sum_to_the_logical_one(float64: None, engine: Any) -> 
         none = jnp.zeros(3, bool)
         first, _ = grad_fn(params, _rows(batch, slice(3)), none)
         second, _ = grad_fn(params, _rows(batch, slice(3, 6)), none)
-    assert oracle.relative_error(jax.tree.map(jnp.add, first, second), jax.tree.map(np.asarray, whole)) < 1e-12
+    assert (
+        oracle.relative_error(jax.tree.map(jnp.add, first, second), jax.tree.map(np.asarray, whole)) < 1e-12
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -1,4 +1,4 @@
-"""One example's contribution never exceeds `sensitivity`; the naive tied norm shows why it claims sqrt(2) C."""
+"""One example's contribution never exceeds `sensitivity`; why the naive tied norm claims sqrt(2) C."""
 
 import math
 from typing import Any
@@ -34,9 +34,9 @@ def _loss(params: Any, batch: Any) -> Any:
 def _aligned() -> tuple[Any, Any]:
     """Token 0 is predicted where token 1 is the target, and E_1 = -a E_0.
 
-    Then r = e_0 - e_1, h = E_0, g_out = r h^T, g_in = e_0 (E_0 - E_1)^T = (1 + a) e_0 E_0^T. In units of |E_0|^2:
-    ||g_in||^2 = (1 + a)^2, ||g_out||^2 = 2, <g_in, g_out> = 1 + a. With 1 + a = sqrt(2) the true squared norm is
-    2 + 2 + 2 sqrt(2), the naive one 4: a ratio of norms of sqrt(1 + 1 / sqrt(2)) = 1.3066.
+    Then r = e_0 - e_1, h = E_0, g_out = r h^T, g_in = e_0 (E_0 - E_1)^T = (1 + a) e_0 E_0^T. In units of
+    |E_0|^2: ||g_in||^2 = (1 + a)^2, ||g_out||^2 = 2, <g_in, g_out> = 1 + a. With 1 + a = sqrt(2) the true
+    squared norm is 2 + 2 + 2 sqrt(2), the naive one 4: a ratio of norms of sqrt(1 + 1 / sqrt(2)) = 1.3066.
     """
     e = np.zeros((4, 8), np.float32)
     e[0, 0] = 5

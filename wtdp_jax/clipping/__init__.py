@@ -6,7 +6,7 @@ Dimension key: B examples.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,8 @@ class PerExample(NamedTuple):
 
     Attributes:
         loss: (B,) 0 for padding.
-        norm: (B,) L2 norm of the whole gradient before clipping, as the engine computed it; 0 for padding, inf where
-            the gradient is not finite.
+        norm: (B,) L2 norm of the whole gradient before clipping, as the engine computed it; 0 for padding,
+            inf where the gradient is not finite.
     """
 
     loss: Float[Array, " B"]
@@ -52,8 +52,8 @@ class PerExample(NamedTuple):
 class ClippedGrad:
     """A function (params, batch) -> sum of clipped per-example gradients; made by `clipped_grad`.
 
-    Hashable, so that `jax.jit` takes it. Formal guarantee: adding or removing one row of the batch, or turning
-    it into padding, changes the sum by at most `sensitivity` in L2 norm, whatever the params.
+    Hashable, so that `jax.jit` takes it. Formal guarantee: adding or removing one row of the batch, or
+    turning it into padding, changes the sum by at most `sensitivity` in L2 norm, whatever the params.
     """
 
     loss_fn: LossFn
@@ -82,8 +82,8 @@ class ClippedGrad:
     def sensitivity(self) -> float:
         """Bound on the L2 norm of one example's contribution to the sum, adding or removing it.
 
-        C, or sqrt(2) C where the cross-term of a tied matrix is left out: ||a + b||^2 <= 2 (||a||^2 + ||b||^2). The
-        latter also for an untied model, which this cannot know.
+        C, or sqrt(2) C where the cross-term of a tied matrix is left out: ||a + b||^2 <= 2 (||a||^2 +
+        ||b||^2). The latter also for an untied model, which this cannot know.
         """
         omits = self.tied_norm == "omit" and self.engine in ("ghost", "bookkeeping")
         return math.sqrt(2) * self.l2_clip_norm if omits else self.l2_clip_norm
@@ -99,12 +99,13 @@ class ClippedGrad:
             is_padding_example: (B,) rows that contribute exactly zero, whatever they hold. None: none.
 
         Returns:
-            The sum, never the mean, in float32 or wider: a tree like params, None in place of frozen leaves. And the
+            The sum, never the mean, in float32 or wider: a tree like params, None in place of frozen leaves.
+                And the
             un-noised loss and norm of each example.
 
         Raises:
-            ValueError: when the batch is empty or ragged, loss_fn does not return one loss an example, no leaf
-                is trainable, or a leaf is uncovered and that is refused.
+            ValueError: when the batch is empty or ragged, loss_fn does not return one loss an example, no
+                leaf is trainable, or a leaf is uncovered and that is refused.
         """
         num_rows = rows.size(batch, is_padding_example)
         is_padding = jnp.zeros(num_rows, bool) if is_padding_example is None else is_padding_example
@@ -153,19 +154,23 @@ def clipped_grad(
     """Makes a function that sums clipped per-example gradients.
 
     Args:
-        loss_fn: ``loss_fn(params, batch) -> losses (B,)``, no operation across examples, on any Flax Linen model.
-        engine: "materialized": vmap of grad, standard per-example clipping. "microbatched": the same, a few examples
-            at a time. "ghost": two backward passes and no per-example gradient. "bookkeeping": one backward pass.
+        loss_fn: ``loss_fn(params, batch) -> losses (B,)``, no operation across examples, on any Flax Linen
+            model.
+        engine: "materialized": vmap of grad, standard per-example clipping. "microbatched": the same, a few
+            examples at a time. "ghost": two backward passes and no per-example gradient. "bookkeeping": one
+            backward pass.
         l2_clip_norm: C, the largest L2 norm of an example's gradient that is left as it is. 0 gives a sum of
             zeros; inf clips nothing.
-        tied_norm: how the norm of a matrix that is embedding and output head is had, by "ghost" and "bookkeeping":
-            "cross_term", exact; "materialize", exact, by building its per-example gradients; "omit", the sum of
-            both uses' squared norms, which can be too small: `sensitivity` is sqrt(2) C; "triangle", an upper bound.
-        clipping: "flat", factor min(1, C / norm) (Abadi et al. 2016); "automatic", C / (norm + 0.01) (Bu et al.
-            2023); "per_layer", each module at each depth clipped to C / sqrt(their number).
-        trainable: says of a leaf's path, "h/c_fc/kernel", whether it is trained. None: all are. Frozen leaves have no
-            part in the norm and None in the sum.
-        uncovered: what to do with leaves that no rule covers: "materialize" their per-example gradients, or "error".
+        tied_norm: how the norm of a matrix that is embedding and output head is had, by "ghost" and
+            "bookkeeping": "cross_term", exact; "materialize", exact, by building its per-example gradients;
+            "omit", the sum of both uses' squared norms, which can be too small: `sensitivity` is sqrt(2) C;
+            "triangle", an upper bound.
+        clipping: "flat", factor min(1, C / norm) (Abadi et al. 2016); "automatic", C / (norm + 0.01) (Bu et
+            al. 2023); "per_layer", each module at each depth clipped to C / sqrt(their number).
+        trainable: says of a leaf's path, "h/c_fc/kernel", whether it is trained. None: all are. Frozen leaves
+            have no part in the norm and None in the sum.
+        uncovered: what to do with leaves that no rule covers: "materialize" their per-example gradients, or
+            "error".
         microbatch_size: examples at a time for "microbatched".
 
     Raises:

@@ -1,6 +1,8 @@
-"""Book-keeping: one backward pass that keeps each layer's activations and backprops (Bu et al. 2023, 2210.00038).
+"""Book-keeping: one backward pass that keeps each layer's activations and backprops (Bu et al. 2023,
+2210.00038).
 
-The records give the norms, and then, with the clip factors, the weighted sums. No second backward pass is needed.
+The records give the norms, and then, with the clip factors, the weighted sums. No second backward pass is
+needed.
 """
 
 from collections.abc import Callable
@@ -78,7 +80,7 @@ def _weighted_sums(coverage: Coverage, records: list[Any], clipped: Factors, lik
 
 
 def _slice_by_slice(function: Callable, layer: Layer) -> Callable:
-    """Maps a function over a layer's stacked axes in turn, so that one slice's temporaries exist at a time."""
+    """Maps a function over a layer's stacked axes in turn: one slice's temporaries at a time."""
     for _ in layer.stack:
         function = (lambda of_slice: lambda inputs: jax.lax.map(of_slice, inputs))(function)
     return function

@@ -21,9 +21,10 @@ Clipping = Literal["flat", "automatic", "per_layer"]
 AUTOMATIC_GAMMA = 0.01
 """The stabilizer of automatic clipping (Bu et al. 2023, arXiv 2206.07136)."""
 
-# A computed norm may be below the norm of the sum that is really formed by some units in the last place, beyond
-# what the rules' slack covers: sums of up to 10^8 squares, and the rounding of the clipped sum itself. Worst seen in
-# float32 over batches of one: 5 ulps. Norms are raised by this many before they are compared with the clip norm.
+# A computed norm may be below the norm of the sum that is really formed by some units in the last place,
+# beyond what the rules' slack covers: sums of up to 10^8 squares, and the rounding of the clipped sum itself.
+# Worst seen in float32 over batches of one: 5 ulps. Norms are raised by this many before they are compared
+# with the clip norm.
 MARGIN_ULPS = 32
 
 
@@ -70,8 +71,8 @@ def clip_factors(
         squared: squared norms of each group, (B, *stack).
         is_padding: (B,) bool.
         l2_clip_norm: C, in units of the gradient of one example's loss.
-        clipping: "flat" (Abadi et al. 2016), "automatic" (Bu et al. 2023) or "per_layer" with fixed thresholds.
-    """
+        clipping: "flat" (Abadi et al. 2016), "automatic" (Bu et al. 2023) or "per_layer" with fixed
+    thresholds."""
     totals = [jnp.sum(s.reshape(s.shape[0], -1), -1) for s in squared.values()]
     norm = jnp.sqrt(sum(totals[1:], start=totals[0]))
     counts = jnp.isfinite(norm) & ~is_padding

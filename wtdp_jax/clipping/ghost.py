@@ -1,8 +1,9 @@
 """Ghost clipping: one backward pass for the norms, a second for the clipped sum (Li et al. 2022, 2110.05679).
 
-The first pass emits squared norms and forms no weight gradient. The second is an ordinary backward pass with each
-example's loss weighted by its clip factor, over the same forward pass. Per-layer factors do not come from weighting
-losses: there the second pass has a forward pass of its own, in which each layer weighs its own gradient.
+The first pass emits squared norms and forms no weight gradient. The second is an ordinary backward pass with
+each example's loss weighted by its clip factor, over the same forward pass. Per-layer factors do not come
+from weighting losses: there the second pass has a forward pass of its own, in which each layer weighs its own
+gradient.
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ class _State(NamedTuple):
 def ghost(job: Job) -> Outcome:
     """The clipped sum by two backward passes.
 
-    A row whose gradient is not finite would spoil the second pass, whatever its factor: 0 x NaN is NaN. Only the first
+    A row whose gradient is not finite would spoil the second pass, whatever its factor: 0 x NaN is NaN. Only
+        the first
     pass tells which rows these are. So if there are any, both passes run once more with them replaced.
     """
 
@@ -58,7 +60,7 @@ def ghost(job: Job) -> Outcome:
     start = _State(
         round=jnp.zeros((), jnp.int32),
         broken=jnp.zeros(job.num_rows, bool),
-        outcome=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), job.outcome_shapes()),
+        outcome=job.zero_outcome(),
     )
     return jax.lax.while_loop(unfinished, next_round, start).outcome
 

@@ -19,7 +19,7 @@ Batch = Any
 
 
 class Outcome(NamedTuple):
-    """The clipped sum, a tree like `Job.trained`, and per example (B,) the loss and the norm before clipping."""
+    """The clipped sum, a tree like `Job.trained`; each example's loss and norm before clipping, (B,)."""
 
     clipped_sum: Params
     loss: Array
@@ -60,21 +60,20 @@ class Job:
         return capture.example_loss(self.loss_fn, merge(trained, self.frozen), example)
 
     def outcome(self, clipped_sum: Params, loss: Array, norm: Array) -> Outcome:
-        """The outcome in the types that all engines return: float32 or wider."""
+        """The outcome in the types that all engines return, float32 or wider."""
+        zeros = self.zero_outcome()
         return jax.tree.map(
-            lambda leaf, shape: leaf.astype(shape.dtype),
-            Outcome(clipped_sum, loss, norm),
-            self.outcome_shapes(),
+            lambda leaf, zero: leaf.astype(zero.dtype), Outcome(clipped_sum, loss, norm), zeros
         )
 
-    def outcome_shapes(self) -> Outcome:
-        """Shapes and dtypes of the outcome."""
+    def zero_outcome(self) -> Outcome:
+        """The outcome of no example."""
 
-        def wide(shape: tuple[int, ...], *dtypes: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.result_type(jnp.float32, *dtypes))
+        def zeros(shape: tuple[int, ...], *dtypes: Any) -> Array:
+            return jnp.zeros(shape, jnp.result_type(jnp.float32, *dtypes))
 
-        per_example = wide((self.num_rows,), *(leaf.dtype for leaf in jax.tree.leaves(self.trained)))
-        sums = jax.tree.map(lambda leaf: wide(leaf.shape, leaf.dtype), self.trained)
+        per_example = zeros((self.num_rows,), *(leaf.dtype for leaf in jax.tree.leaves(self.trained)))
+        sums = jax.tree.map(lambda leaf: zeros(leaf.shape, leaf.dtype), self.trained)
         return Outcome(sums, per_example, per_example)
 
     def coverage(self) -> Coverage:

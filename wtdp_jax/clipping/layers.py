@@ -1,10 +1,10 @@
 """Norm and weighted gradient sum of one covered layer, from its records.
 
-A record is what `wtdp_jax.capture.record` makes of a layer's activations and backprops for one example; that of
-a matrix that is embedding and head has the parts "embedding" and "head".
+A record is what `wtdp_jax.capture.record` makes of a layer's activations and backprops for one example; that
+of a matrix that is embedding and head has the parts "embedding" and "head".
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -36,22 +36,20 @@ def squared_norm(layer: Layer, record: Record, tied_norm: TiedNorm) -> Array:
 
 def call_squared_norm(call: capture.Call, leaves: tuple[str, ...], record: Record) -> Array:
     """The squared norm of one example's gradient in the named leaves, from one call of a layer."""
-    parts: dict[str, Callable[[], Array]] = {}
-    if call.kind == "norm":
-        for name in ("scale", "bias"):
-            parts[name] = lambda name=name: rules.summed_squared_norm(record[name], record[f"{name}_parts"])
-    elif call.kind == "embed":
-        parts["embedding"] = lambda: (
-            rules.distinct_embedding_squared_norm(record["d"])
-            if call.distinct_ids
-            else rules.embedding_squared_norm(_ids(record), record["d"])
-        )
-    else:
-        kernel = "embedding" if call.kind == "attend" else "kernel"
-        parts[kernel] = lambda: rules.dense_squared_norm(record["a"], record["d"])
-        parts["bias"] = lambda: rules.bias_squared_norm(record["d"])
-    norms = [parts[name]() for name in leaves]
+    norms = [_leaf_squared_norm(call, name, record) for name in leaves]
     return sum(norms[1:], start=norms[0])
+
+
+def _leaf_squared_norm(call: capture.Call, name: str, record: Record) -> Array:
+    if call.kind == "norm":
+        return rules.summed_squared_norm(record[name], record[f"{name}_parts"])
+    if call.kind == "embed" and call.distinct_ids:
+        return rules.distinct_embedding_squared_norm(record["d"])
+    if call.kind == "embed":
+        return rules.embedding_squared_norm(_ids(record), record["d"])
+    if name == "bias":
+        return rules.bias_squared_norm(record["d"])
+    return rules.dense_squared_norm(record["a"], record["d"])
 
 
 def gradient_sums(layer: Layer, records: Record, factors: Array) -> dict[str, Array]:

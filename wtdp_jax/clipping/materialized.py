@@ -21,7 +21,7 @@ def materialized(job: Job) -> Outcome:
 
 
 def microbatched(job: Job) -> Outcome:
-    """The clipped sum by a scan of vmaps of `job.microbatch_size` examples; B need not be a multiple of it."""
+    """The clipped sum by a scan of vmaps of `job.microbatch_size` examples; for any B."""
     leaf_groups = _leaf_groups(job)
     rows, size = job.is_padding.shape[0], job.microbatch_size
     missing = -rows % size
@@ -32,17 +32,14 @@ def microbatched(job: Job) -> Outcome:
 
     is_padding = jnp.pad(job.is_padding, (0, missing), constant_values=True).reshape(-1, size)
 
-    def add(total: Params, microbatch: tuple) -> tuple:
+    def add(total: Params, microbatch: tuple) -> tuple[Params, tuple[Array, Array]]:
         batch, is_padding = microbatch
         outcome = _vmapped(dataclasses.replace(job, batch=batch, is_padding=is_padding), leaf_groups)
         return jax.tree.map(jnp.add, total, outcome.clipped_sum), (outcome.loss, outcome.norm)
 
-    start = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(jnp.float32, leaf.dtype)), job.trained
-    )
+    start = job.zero_outcome().clipped_sum
     total, per_example = jax.lax.scan(add, start, (jax.tree.map(split, job.batch), is_padding))
-    loss, norm = (values.reshape(-1)[:rows] for values in per_example)
-    return Outcome(total, loss, norm)
+    return Outcome(total, *(values.reshape(-1)[:rows] for values in per_example))
 
 
 def _vmapped(job: Job, leaf_groups: dict[str, factors.Group]) -> Outcome:

@@ -10,8 +10,8 @@ from jax import Array
 def replace(batch: Any, unwanted: Array) -> Any:
     """The batch with each unwanted row replaced, in every leaf, by a copy of the first wanted one.
 
-    A copy of a real row is a valid input where a row of zeros may not be. With no wanted row, nothing changes:
-    what such a batch gives must not be used.
+    A copy of a real row is a valid input where a row of zeros may not be. With no wanted row, nothing
+    changes: what such a batch gives must not be used.
 
     Args:
         batch: a tree of (B, ...) arrays.
@@ -34,7 +34,5 @@ def size(batch: Any, is_padding_example: Array | None) -> int:
         raise ValueError(f"batch leaves must share a first axis of at least one row, got shapes {found}")
     (rows,) = shapes.pop()
     if is_padding_example is not None and jnp.shape(is_padding_example) != (rows,):
-        raise ValueError(
-            f"is_padding_example must have shape ({rows},), got {jnp.shape(is_padding_example)}"
-        )
+        raise ValueError(f"is_padding_example must have shape ({rows},), got {jnp.shape(is_padding_example)}")
     return rows

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from wtdp_jax.data import Encoded
 
 _L2_PENALTY = 1e-3
-_NEWTON_STEPS = 20
+_NEWTON_STEPS = 10
 
 
 def bag_of_words_accuracy(train: Encoded, dev: Encoded) -> float:

@@ -21,12 +21,17 @@ from transformers import PreTrainedTokenizerFast
 
 from wtdp_jax.data.tasks import Rows, Split, Task
 
-NUM_TRAIN = 6000
+NUM_TRAIN = 10000
 NUM_DEV = 500
 NUM_PUBLIC = 20000
 
-_FILM_NOUNS = "plot acting music ending script cast story camera dialogue pacing scenery humor".split()
-_OTHER_NOUNS = "soup bread service dessert coffee menu salad room bed pool lobby breakfast".split()
+_FILM_NOUNS = (
+    "plot acting music ending script cast story camera dialogue pacing scenery humor tone style opening "
+    "lighting editing dancing mood theme"
+).split()
+_OTHER_NOUNS = (
+    "soup bread service dessert coffee menu salad wine waiter room bed pool lobby breakfast view staff"
+).split()
 _PRAISE = "good brilliant charming fresh lovely clever superb warm".split()
 _BLAME = "bad dull awful boring clumsy stale weak cold".split()
 _LIKED = "loved liked enjoyed admired".split()
@@ -34,7 +39,9 @@ _DISLIKED = "hated disliked loathed regretted".split()
 _PEOPLE = ["critics", "everyone", "the crowd", "the kids", "my friends", "my sister"]
 _DEGREES = "very really quite truly".split()
 _NEGATIONS = "not never".split()
-_OPENERS = "honestly frankly overall personally today again here clearly somehow indeed yesterday often".split()
+_OPENERS = (
+    "honestly frankly overall personally today again here clearly somehow indeed yesterday often".split()
+)
 _OTHER_WORDS = "the was i it saw and but although , felt great terrible".split()
 
 _VOCABULARY = " ".join(
@@ -75,7 +82,7 @@ TASK = Task(
 @functools.cache
 def public_text() -> tuple[str, ...]:
     """Returns the lines to pretrain on: always the same, and no private review is part of one."""
-    writer = _Writer(rng=random.Random(2), nouns=_OTHER_NOUNS, negated=0.1, opened=0.3)
+    writer = _Writer(rng=random.Random(2), nouns=_OTHER_NOUNS, negated=0.15, opened=0.3)
     return tuple(writer.public_line() for _ in range(NUM_PUBLIC))
 
 

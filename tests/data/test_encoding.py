@@ -7,7 +7,16 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from wtdp_jax.data import Rows, Task, encode, label_token_ids, load_split, load_task, load_tokenizer
+from wtdp_jax.data import (
+    Rows,
+    Task,
+    encode,
+    encode_text,
+    label_token_ids,
+    load_split,
+    load_task,
+    load_tokenizer,
+)
 
 # One id a word, in this order, so that expected ids can be read off.
 WORDS = "? Q : A so no yes a b c d e f g h".split()
@@ -150,3 +159,17 @@ def test_gpt2s_label_words_follow_the_prompt_as_single_tokens(reference_data):
     assert tokenizer("It was great")["input_ids"][-1] == 1049
     with pytest.raises(ValueError, match="one token"):
         label_token_ids(load_task("sst2").with_overrides(label_words=[" unwatchable", " great"]), tokenizer)
+
+
+def test_plain_text_is_weighed_from_the_second_token_on(tokenizer):
+    arrays = encode_text(["a b c d", "e f"], tokenizer, max_length=3)
+    assert arrays["ids"].tolist() == [_ids("a b c"), _ids("e f") + [0]]
+    assert arrays["weights"].tolist() == [[0, 1, 1], [0, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"), [([], "lines must be at least one"), (["a b", "c"], "at least two tokens, got 1")]
+)
+def test_lines_with_nothing_to_predict_are_refused(tokenizer, lines, message):
+    with pytest.raises(ValueError, match=message):
+        encode_text(lines, tokenizer, max_length=3)

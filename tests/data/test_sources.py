@@ -52,7 +52,7 @@ def test_only_a_newline_ends_a_line(tmp_path):
         (b"", ":1: header must name column 'sentence', got ''"),
         (b"sentence\tlabel\na\t1\nb\t2\n", ":3: label must be one of '0', '1', got '2'"),
         (b"sentence\tlabel\nok\t1\n\xff\t1\n", ":3: must be UTF-8"),
-        (b"sentence\tlabel\n", ": must hold at least one row"),
+        (b"sentence\tlabel\n", ": rows must be at least one, got none"),
     ],
 )
 def test_bad_file_is_named_with_its_line(tmp_path, content, message):
@@ -136,7 +136,7 @@ def test_hub_labels_may_be_spelled(hub):
             "nyu-mll/glue/sst2, row 1: label must be one of .* got '-1'",
         ),
         ({"text": ["a"], "label": [0]}, "nyu-mll/glue/sst2: must have column 'sentence'"),
-        ({"sentence": [], "label": []}, "nyu-mll/glue/sst2: must hold at least one row"),
+        ({"sentence": [], "label": []}, "nyu-mll/glue/sst2: rows must be at least one"),
     ],
 )
 def test_bad_hub_table_is_refused(hub, columns, message):

@@ -63,6 +63,11 @@ def test_rows_must_have_a_text_for_each_label():
         Rows(texts={"body": ["a"]}, labels=[0, 1])
 
 
+def test_rows_must_not_be_empty():
+    with pytest.raises(ValueError, match="at least one"):
+        Rows(texts={"body": []}, labels=[])
+
+
 def _write(tmp_path: Path, content: object) -> str:
     path = tmp_path / "films.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))

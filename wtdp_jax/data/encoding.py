@@ -116,8 +116,10 @@ def encode_text(
     Raises:
       ValueError: if there is no line, or a line has fewer than two tokens and so nothing to predict.
     """
+    if not lines:
+        raise ValueError("lines must be at least one, got none")
     sequences = [ids[:max_length] for ids in _token_ids(lines, tokenizer)]
-    shortest = min(map(len, sequences), default=0)
+    shortest = min(map(len, sequences))
     if shortest < 2:
         raise ValueError(f"each line must have at least two tokens, got {shortest}")
     return _sequence_arrays(sequences)

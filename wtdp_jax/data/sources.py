@@ -3,7 +3,7 @@
 The files are GLUE's: UTF-8, a header line, fields split on tabs alone (a quote is an ordinary character).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from wtdp_jax.data.tasks import HubSource, Rows, Split, Task
@@ -50,7 +50,7 @@ def read_tsv(path: Path, task: Task) -> Rows:
         labels.append(_label_index(f"{path}:{number}", task.labels, fields[where[task.label_column]]))
         for column, values in texts.items():
             values.append(fields[where[column]])
-    return _not_empty(str(path), Rows(texts=texts, labels=labels))
+    return _rows(str(path), texts, labels)
 
 
 def _decoded_lines(path: Path) -> Iterator[list[str]]:
@@ -80,10 +80,12 @@ def _label_index(place: str, labels: Sequence[str], label: str) -> int:
     return labels.index(label)
 
 
-def _not_empty(place: str, rows: Rows) -> Rows:
-    if not len(rows):
-        raise ValueError(f"{place}: must hold at least one row, got none")
-    return rows
+def _rows(place: str, texts: Mapping[str, Sequence[str]], labels: Sequence[int]) -> Rows:
+    """Says in an error where the rows come from."""
+    try:
+        return Rows(texts=texts, labels=labels)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def _load_from_hub(task: Task, hub: HubSource, split: Split) -> Rows:
@@ -104,7 +106,7 @@ def _load_from_hub(task: Task, hub: HubSource, split: Split) -> Rows:
         for row, label in enumerate(table[hub.label_column])
     ]
     texts = {column: list(table[column]) for column in task.text_columns}
-    return _not_empty(place, Rows(texts=texts, labels=labels))
+    return _rows(place, texts, labels)
 
 
 def _spelled(task: Task, label: int | str) -> str:

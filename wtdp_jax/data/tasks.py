@@ -25,6 +25,8 @@ class Rows:
     labels: Sequence[int]
 
     def __post_init__(self) -> None:
+        if not self.labels:
+            raise ValueError("rows must be at least one, got none")
         for column, values in self.texts.items():
             if len(values) != len(self.labels):
                 raise ValueError(

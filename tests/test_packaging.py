@@ -12,8 +12,8 @@ from wtdp_jax.version import __version__
 _ROOT = Path(__file__).parents[1]
 _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-# jaxlib comes with jax, which pins it, and the others with transformers, whose versions they must fit.
-_BROUGHT_ALONG = {"jaxlib", "tokenizers", "huggingface-hub"}
+# jaxlib comes with jax, which pins it.
+_BROUGHT_ALONG = {"jaxlib"}
 
 
 def _imported() -> set[str]:

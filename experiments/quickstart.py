@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from wtdp_jax.data import encode, encode_text, load_split
 from wtdp_jax.inputs import Inputs
 from wtdp_jax.losses import lm_loss
 from wtdp_jax.models import GPT2, GPT2Config
+from wtdp_jax.rules import TiedNorm
 
 Params = Any
 NOT_DP = "–"
@@ -71,8 +72,8 @@ class Arm:
 
     name: str
     tie: bool
-    regime: str
-    tied_norm: str = "cross_term"
+    regime: Literal["dp", "nonprivate"]
+    tied_norm: TiedNorm = "cross_term"
 
 
 ARMS = (

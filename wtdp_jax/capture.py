@@ -15,8 +15,9 @@ a layer without a probe is not tapped.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -41,11 +42,22 @@ LEAF_RANKS: Mapping[Kind, Mapping[str, int]] = {
 MAX_NUM_EMBEDDINGS = 2**24
 
 _PROBE_KEY = "~probe_"
+_serials = itertools.count()
 
 
-def probe_key(index: int) -> str:
-    """The key, beside a layer's leaves in the params dict, of the probe of layer `index`."""
-    return f"{_PROBE_KEY}{index}"
+def probe_keys(count: int) -> list[str]:
+    """New keys, beside the layers' leaves in the params dict, of the probes of layers 0 to count - 1.
+
+    JAX remembers how it traced an inner jitted, rematerialized or scanned function, by the structure of its
+    arguments; it knows nothing of interceptors. A serial number keeps one trace from getting another's taps.
+    """
+    serial = next(_serials)
+    return [f"{_PROBE_KEY}{index}_{serial}" for index in range(count)]
+
+
+def _probe_key(params: Mapping) -> str | None:
+    """The key of a layer's probe, if it has one."""
+    return next((key for key in params if key.startswith(_PROBE_KEY)), None)
 
 
 def layer_kind(module: nn.Module, method: str, args: tuple, kwargs: dict) -> Kind | None:
@@ -240,6 +252,13 @@ def _one_per_example(y: Array, probe: Any) -> Array:
 # ---- interceptors -----------------------------------------------------------------------------------------
 
 
+class Probe(NamedTuple):
+    """A layer's probe: which layer's, and its value, zeros or factors."""
+
+    layer: int
+    value: Any
+
+
 class Interceptor:
     """Common to all: finds layers by their probes, and never looks inside one it has taken over."""
 
@@ -252,13 +271,16 @@ class Interceptor:
         if kind is None:
             return next_fun(*args, **kwargs)
         params = context.module.variables.get("params", {})
-        index = next((int(key[len(_PROBE_KEY) :]) for key in params if key.startswith(_PROBE_KEY)), None)
-        return self.layer(kind, context.module, args[0], params, index, next_fun)
+        key = _probe_key(params)
+        if key is None:
+            return next_fun(*args, **kwargs)
+        index = int(key.removeprefix(_PROBE_KEY).partition("_")[0])
+        return self.layer(kind, context.module, args[0], params, Probe(index, params[key]), next_fun)
 
     def layer(
-        self, kind: Kind, module: nn.Module, x: Any, params: Mapping, index: int | None, next_fun: Callable
+        self, kind: Kind, module: nn.Module, x: Any, params: Mapping, probe: Probe, next_fun: Callable
     ) -> Array:
-        """The output of one supported layer; `index` is its probe's, None without one."""
+        """The output of one supported layer that has a probe."""
         raise NotImplementedError
 
     def run(self, kind: Kind, module: nn.Module, x: Any, params: Mapping) -> Array:
@@ -276,12 +298,10 @@ class Weigh(Interceptor):
     """Scales the weight gradient of each layer whose probe holds a factor, and nothing else."""
 
     def layer(
-        self, kind: Kind, module: nn.Module, x: Any, params: Mapping, index: int | None, next_fun: Callable
+        self, kind: Kind, module: nn.Module, x: Any, params: Mapping, probe: Probe, next_fun: Callable
     ) -> Array:
         """The layer's output; backward, its own gradient is weighed."""
-        if index is None:
-            return next_fun(x)
-        factor = params[probe_key(index)]
+        factor = probe.value
         constant = {name: jax.lax.stop_gradient(v) for name, v in params.items()}
         of_weights = self.run(kind, module, jax.lax.stop_gradient(jnp.asarray(x)), params)
         y = _one_per_example(self.run(kind, module, x, constant), factor)
@@ -329,31 +349,30 @@ class Tap(Interceptor):
         self._embedded: dict[int, tuple[Array, Array]] = {}  # ids and side array, from embedding to head
 
     def layer(
-        self, kind: Kind, module: nn.Module, x: Any, params: Mapping, index: int | None, next_fun: Callable
+        self, kind: Kind, module: nn.Module, x: Any, params: Mapping, probe: Probe, next_fun: Callable
     ) -> Array:
         """The layer's output, tapped."""
-        if index is None:
-            return next_fun(x)
-        probe = params[probe_key(index)]
-        y = _one_per_example(next_fun(x), probe)
+        index, value = probe
+        y = _one_per_example(next_fun(x), value)
         call = describe(kind, module, x, y)
         if index in self._tied and self._link is not None:
-            return self._linked(self._link, call, y, jnp.asarray(x), probe, index)
+            return self._linked(self._link, call, y, jnp.asarray(x), probe)
         if index in self._tied:
-            probe = probe["embedding" if kind == "embed" else "head"]
+            value = value["embedding" if kind == "embed" else "head"]
         emit = _reading_residuals(functools.partial(self._emit, index), call)
-        return _tap(emit, y, jnp.asarray(x), probe)
+        return _tap(emit, y, jnp.asarray(x), value)
 
-    def _linked(self, link: Link, call: Call, y: Array, inputs: Array, probe: Any, index: int) -> Array:
+    def _linked(self, link: Link, call: Call, y: Array, inputs: Array, probe: Probe) -> Array:
+        index, value = probe
         if call.kind == "embed":
             side = jnp.zeros(link.side_shape(call), rules.accumulation_dtype(y.dtype))
-            side = _one_per_example(side, probe)
+            side = _one_per_example(side, value)
             emit = _reading_residuals(link.embedding, call)
-            y, side = _tap_embedding(emit, y, inputs, side, (probe["embedding"], probe["cross"]))
+            y, side = _tap_embedding(emit, y, inputs, side, (value["embedding"], value["cross"]))
             self._embedded[index] = (_rows(inputs, call.module.num_embeddings).reshape(-1), side)
             return y
         return _tap_head(
-            _reading_residuals(link.head, call), y, inputs, *self._embedded[index], probe["head"]
+            _reading_residuals(link.head, call), y, inputs, *self._embedded[index], value["head"]
         )
 
 

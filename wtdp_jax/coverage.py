@@ -105,16 +105,16 @@ def trace_coverage(loss_fn: Callable, trained: Any, frozen: Any, example: Any) -
     """
     params, leaves = merge(trained, frozen), leaf_paths(trained)
     modules = list(dict.fromkeys(parent(path) for path in leaves))
-    probes = {module: {capture.probe_key(i): _probe(module, params)} for i, module in enumerate(modules)}
+    keys = capture.probe_keys(len(modules))
+    probes = {module: {key: _probe(module, params)} for module, key in zip(modules, keys, strict=True)}
     reads = trace_reads(loss_fn, params, probes, example)
     unused = () if reads.failure else tuple(path for path in leaves if not reads.of(path))
     layers: list[Layer] = []
     uncovered: dict[str, str] = {}
-    for module in modules:
+    for index, module in enumerate(modules):
         # A leaf that the loss does not depend on says nothing about its module.
         own = {p: leaf for p, leaf in leaves.items() if parent(p) == module and p not in unused}
-        (key,) = probes[module]
-        reasons = _objections(own, reads, f"{module}/{key}".lstrip("/"))
+        reasons = _objections(own, reads, f"{module}/{keys[index]}".lstrip("/"), index)
         if not reasons and own:
             layers.append(_layer(module, own, reads))
         uncovered |= reasons
@@ -149,18 +149,18 @@ def _layer(module: str, leaves: Mapping[str, Any], reads: Reads) -> Layer:
     )
 
 
-def _objections(leaves: Mapping[str, Any], reads: Reads, probe: str) -> dict[str, str]:
+def _objections(leaves: Mapping[str, Any], reads: Reads, probe: str, index: int) -> dict[str, str]:
     """Why each of a module's leaves is not covered; empty if all are, since they share one probe."""
     if reads.failure:
         return dict.fromkeys(leaves, reads.failure)
     of_probe = reads.of(probe)
-    reasons = {path: why for path in leaves if (why := _objection(path, reads, of_probe))}
+    reasons = {path: why for path in leaves if (why := _objection(path, reads, of_probe, index))}
     if not reasons and len({read.stacked for path in (*leaves, probe) for read in reads.of(path)}) > 1:
         reasons = dict.fromkeys(leaves, "the module's leaves are not stacked alike")
     return {path: reasons.get(path, "its module has an uncovered leaf") for path in leaves} if reasons else {}
 
 
-def _objection(path: str, reads: Reads, of_probe: list[Read]) -> str | None:
+def _objection(path: str, reads: Reads, of_probe: list[Read], index: int) -> str | None:
     """Why a leaf is not covered, or None."""
     own = reads.of(path)
     others = [read.reader for read in own if read.call == OTHER]
@@ -178,6 +178,9 @@ def _objection(path: str, reads: Reads, of_probe: list[Read]) -> str | None:
         return None
     if [reads.calls[read.call].kind for read in own] != ["embed", "attend"]:
         return f"{len(own)} layer calls read it"
+    # The taps link the latest embedding to the head; a call whose output is unused would take its place.
+    if any(reads.seen[index, kind] > 1 for kind in ("embed", "attend")):
+        return "embedding or head is called again where its output is not used"
     embed, attend = own
     if attend.within[: len(embed.within)] != embed.within:
         return "embedding and head stand in different inner functions"

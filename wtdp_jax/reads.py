@@ -5,6 +5,7 @@ leaf is followed from the params through calls, casts and the slices of a scan t
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,10 +50,18 @@ class Read:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reads:
-    """All reads by path, the layer calls they refer to, and why the params could not be marked, if so."""
+    """All reads by path, and the layer calls they refer to.
+
+    Attributes:
+        by_path: reads of every leaf and probe.
+        calls: the calls by number.
+        seen: (number of probe, kind) -> calls of that layer, with those whose outputs the loss does not use.
+        failure: why the params could not be marked, if so.
+    """
 
     by_path: Mapping[str, list[Read]]
     calls: Sequence[capture.Call] = ()
+    seen: Mapping[tuple[int, str], int] = dataclasses.field(default_factory=dict)
     failure: str = ""
 
     def of(self, path: str) -> list[Read]:
@@ -95,7 +104,7 @@ def trace_reads(loss_fn: Callable, params: Any, probes: Mapping[str, dict], exam
     ]
     for read in _walk(program, sources, ()):
         by_path[read.path].append(read)
-    return Reads(by_path=by_path, calls=mark.calls)
+    return Reads(by_path=by_path, calls=mark.calls, seen=mark.seen)
 
 
 # ---- marks ------------------------------------------------------------------------------------------------
@@ -108,8 +117,12 @@ _mark.def_abstract_eval(lambda marked, inputs, probe, **_: marked)
 def _batch_mark(args: Sequence, axes: Sequence, *, lanes: int, **settings: Any) -> tuple[Any, Any]:
     """Lanes of an inner vmap that share a leaf sum their gradients before any norm could be taken."""
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-    shared = axes[0] is None or axes[2] is None
-    return _mark.bind(*args, lanes=lanes * size if shared else lanes, **settings), axes[0]
+    leaf_axis, _, probe_axis = axes
+    if leaf_axis is None or probe_axis is None:
+        lanes *= size
+    elif leaf_axis != probe_axis:  # lanes along an axis that is not a leading one of the leaf: no rule for it
+        lanes *= max(size, 2)
+    return _mark.bind(*args, lanes=lanes, **settings), leaf_axis
 
 
 def _differentiate_mark(primals: Sequence, tangents: Sequence, **settings: Any) -> tuple[Any, Any]:
@@ -127,6 +140,7 @@ class _Mark(capture.Interceptor):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[capture.Call] = []
+        self.seen: Counter = Counter()
 
     def layer(
         self,
@@ -134,18 +148,17 @@ class _Mark(capture.Interceptor):
         module: nn.Module,
         x: Any,
         params: Mapping,
-        index: int | None,
+        probe: capture.Probe,
         next_fun: Callable,
     ) -> jax.Array:
         """The layer's output, from marked leaves."""
-        if index is None:
-            return next_fun(x)
-        probe, call = params[capture.probe_key(index)], len(self.calls)
+        call = len(self.calls)
+        self.seen[probe.layer, kind] += 1
         marked = {
             name: _mark.bind(
                 params[name],
                 jnp.asarray(x),
-                probe,
+                probe.value,
                 call=call,
                 reader=name,
                 rank=rank,

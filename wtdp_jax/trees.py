@@ -10,7 +10,11 @@ Params = Any
 
 def leaf_paths(tree: Params) -> dict[str, Any]:
     """Leaves by path, "h/c_fc/kernel", in the tree's order; None is no leaf."""
-    return {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    by_path = {_path(keys): leaf for keys, leaf in leaves}
+    if len(by_path) < len(leaves):
+        raise ValueError("keys of params must not contain '/': two leaves have one path")
+    return by_path
 
 
 def parent(path: str) -> str:

@@ -289,3 +289,64 @@ def test_an_error_of_the_loss_is_shown_as_it_is() -> None:
 
     with pytest.raises(KeyError, match="labels"):
         clipped_grad(loss_fn, engine="ghost", l2_clip_norm=1.0).check({"w": jnp.ones(2)}, _batch())
+
+
+_LAYER = nn.Dense(4)
+
+
+def _apply_layer(params: Any, x: Any) -> Any:
+    return jnp.sin(_LAYER.apply({"params": params}, x))
+
+
+# Made once, so that JAX remembers from an earlier pass how it traced them.
+_KEPT = {
+    "jit": jax.jit(_apply_layer),
+    "remat": jax.checkpoint(_apply_layer),
+    "vmap over the last axis": jax.vmap(_apply_layer, in_axes=(-1, None)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kept", "clipping"),
+    [("jit", "flat"), ("jit", "per_layer"), ("remat", "per_layer"), ("vmap over the last axis", "flat")],
+)
+def test_functions_that_outlive_a_trace(float64: None, kept: str, clipping: Any) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (4, 4), "bias": (4,)}
+    if kept.startswith("vmap"):
+        shapes = {name: (*shape, 4) for name, shape in shapes.items()}
+    params = {"d": {name: jnp.asarray(rng.standard_normal(shape)) for name, shape in shapes.items()}}
+    batch = {"x": jnp.asarray(rng.standard_normal((3, 4, 4)))}
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        out = _KEPT[kept](params["d"], batch["x"].reshape(-1, 4))
+        return 5 * jnp.sum(out**2).reshape(1)
+
+    gradients = oracle.per_example_gradients(loss_fn, params, batch)
+    norms = oracle.norms(gradients)  # one module, so one group: per_layer is flat
+    expected = oracle.clipped_sum(gradients, oracle.flat_factors(norms, 0.1))
+    for engine in ("ghost", "bookkeeping", "ghost"):
+        grad_fn = clipped_grad(loss_fn, engine=engine, l2_clip_norm=0.1, clipping=clipping)
+        grad_fn.check(params, batch)
+        total, per_example = grad_fn(params, batch)
+        assert oracle.relative_error(per_example.norm, norms) < 1e-10, engine
+        assert oracle.relative_error(total, expected) < 1e-10, engine
+
+
+class DeadCall(nn.Module):
+    """Embeds twice and uses one."""
+
+    @nn.compact
+    def __call__(self, ids: Any) -> tuple[Any, Any]:
+        wte = nn.Embed(VOCAB, WIDTH, name="wte")
+        return wte.attend(2 * wte(ids)), wte(ids[:, ::-1])
+
+
+def test_a_second_embedding_whose_output_is_unused(float64: None) -> None:
+    batch, model = _batch(), DeadCall()
+    params = small.random_params(model, batch["ids"])
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return jnp.sum(jax.nn.log_softmax(model.apply({"params": params}, batch["ids"])[0])[..., 0], -1)
+
+    _assert_exact(loss_fn, params, batch)

@@ -3,13 +3,16 @@
 Op by op (`jax.disable_jit`) the many combinations share their compiled operations.
 """
 
+import dataclasses
 import itertools
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from tests.clipping import oracle, small
 from wtdp_jax.clipping import ClippedGrad, clipped_grad
@@ -202,7 +205,11 @@ def test_frozen_leaves_have_no_part(float64: None, engine: Any) -> None:
 
 
 def _grad_fn(**settings: Any) -> ClippedGrad:
-    return clipped_grad(lambda params, batch: batch["x"] @ params["w"], **settings)
+    return clipped_grad(_linear_loss, **settings)
+
+
+def _linear_loss(params: Any, batch: Any) -> Any:
+    return batch["x"] @ params["w"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -243,7 +250,8 @@ def test_edge_cases_by_hand(engine: Any, l2_clip_norm: float, clipping: Any, fac
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _grad_fn(**{"engine": "ghost", "l2_clip_norm": 1.0, **settings})(
+        # A copy checks its values itself, before the types in the signature are looked at.
+        dataclasses.replace(_grad_fn(engine="ghost", l2_clip_norm=1.0), **settings)(
             {"w": jnp.ones(2)}, {"x": jnp.ones((1, 2))}
         )
 
@@ -272,11 +280,38 @@ def test_a_mean_loss_is_refused(engine: Any) -> None:
 
 
 def test_hashable_and_compiled_once() -> None:
-    loss_fn = lambda params, batch: batch["x"] @ params["w"]  # noqa: E731
-    one = clipped_grad(loss_fn, engine="ghost", l2_clip_norm=1.0)
-    same = clipped_grad(loss_fn, engine="ghost", l2_clip_norm=1.0)
+    one, same = (_grad_fn(engine="ghost", l2_clip_norm=1.0) for _ in range(2))
     assert hash(one) == hash(same) and one == same
     compiled = jax.jit(one)
     for rows in range(3):
         compiled({"w": jnp.ones(2)}, {"x": jnp.full((3, 2), rows)}, jnp.arange(3) < rows)
     assert compiled._cache_size() == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_integer_leaves_are_refused_by_name(engine: Any) -> None:
+    params = {"w": jnp.ones(2), "n": jnp.asarray(3)}
+    with pytest.raises(ValueError, match="trained leaves must be real floats, got n of int32"):
+        _grad_fn(engine=engine, l2_clip_norm=1.0)(params, {"x": jnp.ones((3, 2))})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_frozen_dicts_stay_what_they_are(float64: None, engine: Any) -> None:
+    model = small.gpt2(tie=True)
+    batch = small.token_batch(2)
+    params = flax.core.freeze(small.random_params(model, batch["ids"]))
+    with jax.disable_jit():
+        total, _ = clipped_grad(next_token_loss(model), engine=engine, l2_clip_norm=1.0)(params, batch)
+    assert jax.tree.structure(total) == jax.tree.structure(params)
+
+
+def test_ghost_refuses_layers_that_would_round_the_sum() -> None:
+    layer = nn.Dense(4, dtype=jnp.bfloat16)
+    x = jnp.ones((2, 3, 5))
+    params = layer.init(jax.random.key(0), x)["params"]
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return jnp.sum(layer.apply({"params": params}, batch["x"]).astype(jnp.float32), (1, 2))
+
+    with pytest.raises(ValueError, match="needs layers in float32 or wider, got .* in bfloat16"):
+        clipped_grad(loss_fn, engine="ghost", l2_clip_norm=1.0)(params, {"x": x})

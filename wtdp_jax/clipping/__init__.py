@@ -20,7 +20,7 @@ from wtdp_jax.clipping.job import Batch, Job, Outcome, Params
 from wtdp_jax.clipping.materialized import materialized, microbatched
 from wtdp_jax.coverage import Coverage
 from wtdp_jax.rules import TiedNorm
-from wtdp_jax.trees import merge, partition
+from wtdp_jax.trees import leaf_paths, merge, partition
 
 __all__ = ["ClippedGrad", "Engine", "PerExample", "clipped_grad", "merge", "partition"]
 
@@ -126,6 +126,9 @@ class ClippedGrad:
 
     def _job(self, params: Params, batch: Batch, is_padding: Array) -> Job:
         trained, frozen = partition(params, self.trainable)
+        for path, leaf in leaf_paths(trained).items():
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise ValueError(f"trained leaves must be real floats, got {path} of {jnp.result_type(leaf)}")
         return Job(
             loss_fn=self.loss_fn,
             trained=trained,

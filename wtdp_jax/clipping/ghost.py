@@ -37,6 +37,7 @@ def ghost(job: Job) -> Outcome:
     """
 
     coverage = job.coverage()
+    _refuse_narrow_layers(coverage)
 
     def unfinished(state: _State) -> Array:
         good = ~(job.is_padding | state.broken)
@@ -62,7 +63,20 @@ def ghost(job: Job) -> Outcome:
         broken=jnp.zeros(job.num_rows, bool),
         outcome=job.zero_outcome(),
     )
-    return jax.lax.while_loop(unfinished, next_round, start).outcome
+    # The second pass forms the sum with the model's own products, and TF32 would break the bound on it.
+    with jax.default_matmul_precision("highest"):
+        return jax.lax.while_loop(unfinished, next_round, start).outcome
+
+
+def _refuse_narrow_layers(coverage: Coverage) -> None:
+    """In bfloat16 the second pass would round the sum over the batch to 8 bits, which no clip norm bounds."""
+    for layer in coverage.layers:
+        dtype = layer.calls[0].outputs.dtype
+        if jnp.finfo(dtype).bits < 32:
+            raise ValueError(
+                f'engine "ghost" needs layers in float32 or wider, got {layer.path} in {dtype}: '
+                'use engine "bookkeeping"'
+            )
 
 
 def _two_passes(job: Job, coverage: Coverage) -> Outcome:

@@ -16,6 +16,8 @@ from wtdp_jax.rules import TiedNorm
 
 Record = Mapping
 
+_HIGHEST = jax.lax.Precision.HIGHEST
+
 
 def squared_norm(layer: Layer, record: Record, tied_norm: TiedNorm) -> Array:
     """The squared norm of one example's gradient in a layer's trainable leaves."""
@@ -74,13 +76,16 @@ def gradient_sums(layer: Layer, records: Record, factors: Array) -> dict[str, Ar
 def gradient_sums_of_call(call: capture.Call, records: Record, factors: Array) -> dict[str, Array]:
     """`gradient_sums` for one call of a layer; all leaves that such a layer can have."""
     if call.kind == "norm":
-        return {name: jnp.tensordot(factors, records[name], 1) for name in ("scale", "bias")}
+        return {
+            name: jnp.tensordot(factors, records[name], 1, precision=_HIGHEST) for name in ("scale", "bias")
+        }
     if call.kind == "embed":
         d = records["d"]
         empty = jnp.zeros((call.module.num_embeddings, d.shape[-1]), rules.accumulation_dtype(d.dtype))
         return {"embedding": _scatter_add(empty, records, factors)}
     weighted = _weighted(records["d"], factors)
-    kernel = jnp.einsum("bti,bto->io", records["a"].astype(weighted.dtype), weighted)
+    # In full precision: what is summed must be what the norm is of.
+    kernel = jnp.einsum("bti,bto->io", records["a"].astype(weighted.dtype), weighted, precision=_HIGHEST)
     return {"kernel": kernel, "embedding": kernel.T, "bias": jnp.sum(weighted, (0, 1))}
 
 
@@ -92,7 +97,7 @@ def joint_gradient(embedding: Record, head: Array) -> Array:
 def head_gradient(record: Record) -> Array:
     """One example's gradient of the head, (V, D)."""
     wide = rules.accumulation_dtype(record["d"].dtype)
-    return jnp.dot(record["d"].astype(wide).T, record["a"].astype(wide), precision=jax.lax.Precision.HIGHEST)
+    return jnp.dot(record["d"].astype(wide).T, record["a"].astype(wide), precision=_HIGHEST)
 
 
 def _ids(record: Record) -> Array:

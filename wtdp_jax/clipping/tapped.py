@@ -85,7 +85,8 @@ def tapped_losses(
 
     def one(covered: Params, probes: list[Any], uncovered: Params, example: Any) -> Array:
         params = merge(merge(merge(covered, uncovered), split.unused), job.frozen)
-        entries = {layer.path: {capture.probe_key(i): probes[i]} for i, layer in enumerate(layers)}
+        keyed = zip(layers, capture.probe_keys(len(layers)), probes, strict=True)
+        entries = {layer.path: {key: probe} for layer, key, probe in keyed}
         return capture.example_loss(job.loss_fn, insert(params, entries), example, make_interceptor())
 
     batched = jax.vmap(one, in_axes=(None, [len(layer.stack) for layer in layers], 0, 0))

@@ -11,14 +11,13 @@ import pytest
 from dp_accounting import pld
 from scipy import special
 
-from wtdp_jax.privacy import (
-    PrivacyStatement,
+from wtdp_jax.accounting import (
     calibrate_noise_multiplier,
-    default_delta,
     effective_noise_multiplier,
     epsilon_pld,
     epsilon_rdp,
 )
+from wtdp_jax.privacy import PrivacyStatement, default_delta
 
 SMALL: dict[str, Any] = {"noise_multiplier": 4.0, "sampling_prob": 0.1, "steps": 50, "delta": 1e-5}
 BOUNDS = [epsilon_pld, epsilon_rdp]

@@ -9,6 +9,7 @@ import jax
 import optax
 from jaxtyping import Array
 
+from wtdp_jax.accounting import calibrate_noise_multiplier
 from wtdp_jax.clipping import clipped_grad, partition
 from wtdp_jax.config import TrainConfig
 from wtdp_jax.evaluate import Evaluator
@@ -16,7 +17,7 @@ from wtdp_jax.inputs import Inputs
 from wtdp_jax.losses import label_word_loss, lm_loss, next_token_loss
 from wtdp_jax.noise import add_gaussian_noise, divide_by
 from wtdp_jax.optimizers import make_optimizer
-from wtdp_jax.privacy import PrivacyStatement, calibrate_noise_multiplier, default_delta
+from wtdp_jax.privacy import PrivacyStatement, default_delta
 from wtdp_jax.sampling import PoissonSampler, ShuffledBatches
 from wtdp_jax.step import Step, make_step, plain_grad
 

@@ -210,30 +210,36 @@ def _walk(program: Any, sources: Sequence[_Source | None], within: tuple[int, ..
         elif eqn.primitive is _mark:
             reads += _mark_reads(eqn, operands, within)
         elif name == "scan":
-            carry = slice(eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"])
-            reads += [source.read_by("a loop's carry", within) for source in operands[carry] if source]
-            reads += _walk(eqn.params["jaxpr"].jaxpr, _scan_sources(eqn, operands), (*within, id(eqn)))
+            reads += _walk(_inner(eqn), _scan_sources(eqn, operands), (*within, id(eqn)))
         elif name in _CALLS:
-            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            reads += _walk(getattr(inner, "jaxpr", inner), operands, (*within, id(eqn)))
+            reads += _walk(_inner(eqn), operands, (*within, id(eqn)))
         else:
             reads += [source.read_by(name, within) for source in present]
     results = [known[v] for v in program.outvars if not isinstance(v, Literal) and v in known]
     return reads + [source.read_by("an inner function's result", within) for source in results]
 
 
+def _inner(eqn: Any) -> Any:
+    """The program that a call or a loop runs."""
+    program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return getattr(program, "jaxpr", program)
+
+
 def _scan_sources(eqn: Any, operands: Sequence[_Source | None]) -> list[_Source | None]:
-    """What the inputs of a scan's body are: constants are read each time, the scanned ones are sliced."""
-    constants, carry, length = (eqn.params[key] for key in ("num_consts", "num_carry", "length"))
+    """What the inputs of a scan's body are: what has an axis less there is sliced, the rest read each time.
 
-    def inner(position: int, source: _Source | None) -> _Source | None:
-        if source is None or constants <= position < constants + carry:
+    A carry counts as read each time too, though only the first step sees the leaf itself; either way no rule
+    covers it.
+    """
+
+    def inside(source: _Source | None, operand: Any, variable: Any) -> _Source | None:
+        if source is None:
             return None
-        if position < constants:
-            return dataclasses.replace(source, times=source.times * length)
-        return dataclasses.replace(source, stacked=source.stacked + 1)
+        if operand.aval.ndim > variable.aval.ndim:
+            return dataclasses.replace(source, stacked=source.stacked + 1)
+        return dataclasses.replace(source, times=source.times * eqn.params["length"])
 
-    return [inner(position, source) for position, source in enumerate(operands)]
+    return [inside(*each) for each in zip(operands, eqn.invars, _inner(eqn).invars, strict=True)]
 
 
 def _mark_reads(eqn: Any, operands: Sequence[_Source | None], within: tuple[int, ...]) -> list[Read]:

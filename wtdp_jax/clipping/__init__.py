@@ -160,7 +160,7 @@ def clipped_grad(
         loss_fn: ``loss_fn(params, batch) -> losses (B,)``, no operation across examples, on any Flax Linen
             model.
         engine: "materialized": vmap of grad, standard per-example clipping. "microbatched": the same, a few
-            examples at a time. "ghost": two backward passes and no per-example gradient. "bookkeeping": one
+            examples at a time. "ghost": two passes and no per-example gradient. "bookkeeping": one
             backward pass.
         l2_clip_norm: C, the largest L2 norm of an example's gradient that is left as it is. 0 gives a sum of
             zeros; inf clips nothing.

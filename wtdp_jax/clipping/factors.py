@@ -97,12 +97,6 @@ def clip_factors(
     return Factors(factors, reported.astype(norm.dtype), counts)
 
 
-def of_examples(clipped: Factors) -> Array:
-    """The one factor (B,) that all groups of an example share, with flat and automatic clipping."""
-    first = next(iter(clipped.factors.values()))
-    return first.reshape(first.shape[0], -1)[:, 0]
-
-
 def squared_norms(gradients: Any, leaf_groups: Mapping[str, Group]) -> dict[Group, Array]:
     """Squared norms (B, *stack) by group of per-example gradients, leaves (B, ...)."""
     squared: dict[Group, Array] = {}

@@ -242,8 +242,8 @@ def _one_per_example(y: Array, probe: Any) -> Array:
     """`y`, made to depend on the probe, which every example has its own of.
 
     What does not depend on the example, such as position embeddings, is computed once for the whole batch
-    under vmap, and its cotangent would be summed over the examples before a tap sees it. Probes are zeros
-    known at compile time, so this costs nothing.
+    under vmap, and its cotangent would be summed over the examples before a tap sees it. A tap's probes
+    are zeros known at compile time, so the compiler may drop the selection.
     """
     first = jax.lax.stop_gradient(jax.tree.leaves(probe)[0]).reshape(-1)[0]
     return jnp.where(jnp.isfinite(first), y, jnp.zeros((), y.dtype))

@@ -24,8 +24,8 @@ TiedNorm = Literal["cross_term", "materialize", "omit", "triangle"]
 
 # A squared norm of a sum of parts p_t is a sum of products p_t . p_s. Each is rounded by about an ulp of
 # |p_t||p_s|, independently, so the whole is off by about an ulp of sum_t |p_t|^2, however much the parts
-# cancel. Accumulation in blocks adds a small factor (about 3 was the worst over random and cancelling
-# inputs in float32, see tests); 16 leaves room and moves a well-conditioned norm by only 1e-6.
+# cancel, times a small factor for the order of summation. 16 leaves room for that factor, which tests try on
+# cancelling inputs, and moves a well-conditioned float32 norm by only 1e-6.
 SLACK_ULPS = 16
 
 # In how many tiles the direct product a^T d is formed where it takes fewer operations than the Gram matrices.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from wtdp_jax.rules import accumulation_dtype
 from wtdp_jax.trees import leaf_paths, map_with_path, parent
 
 Clipping = Literal["flat", "automatic", "per_layer"]
@@ -23,8 +24,8 @@ AUTOMATIC_GAMMA = 0.01
 
 # A computed norm may be below the norm of the sum that is really formed by some units in the last place,
 # beyond what the rules' slack covers: sums of up to 10^8 squares, and the rounding of the clipped sum itself.
-# Worst seen in float32 over batches of one: 5 ulps. Norms are raised by this many before they are compared
-# with the clip norm.
+# Norms are raised by this many before they are compared with the clip norm; tests search batches of one for a
+# sum that still exceeds it.
 MARGIN_ULPS = 32
 
 
@@ -72,7 +73,8 @@ def clip_factors(
         is_padding: (B,) bool.
         l2_clip_norm: C, in units of the gradient of one example's loss.
         clipping: "flat" (Abadi et al. 2016), "automatic" (Bu et al. 2023) or "per_layer" with fixed
-    thresholds."""
+            thresholds.
+    """
     totals = [jnp.sum(s.reshape(s.shape[0], -1), -1) for s in squared.values()]
     norm = jnp.sqrt(sum(totals[1:], start=totals[0]))
     counts = jnp.isfinite(norm) & ~is_padding
@@ -102,7 +104,7 @@ def squared_norms(gradients: Any, leaf_groups: Mapping[str, Group]) -> dict[Grou
     squared: dict[Group, Array] = {}
     for path, leaf in leaf_paths(gradients).items():
         group = leaf_groups[path]
-        wide = leaf.astype(jnp.promote_types(jnp.float32, leaf.dtype))
+        wide = leaf.astype(accumulation_dtype(leaf.dtype))
         values = _sum_trailing(jnp.square(wide), 1 + len(group.stack))
         squared[group] = squared[group] + values if group in squared else values
     return squared
@@ -113,7 +115,7 @@ def weighted_sum(gradients: Any, leaf_groups: Mapping[str, Group], clipped: Fact
 
     def total(path: str, leaf: Array) -> Array:
         # A factor of 0 is not enough for a row that does not count: 0 x NaN is NaN.
-        wide = leaf.astype(jnp.promote_types(jnp.float32, leaf.dtype))
+        wide = leaf.astype(accumulation_dtype(leaf.dtype))
         finite = jnp.where(_expand(clipped.counts, leaf), wide, 0)
         return jnp.sum(finite * _expand(clipped.factors[leaf_groups[path]], leaf), 0)
 

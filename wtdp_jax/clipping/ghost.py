@@ -32,10 +32,8 @@ def ghost(job: Job) -> Outcome:
     """The clipped sum by two backward passes.
 
     A row whose gradient is not finite would spoil the second pass, whatever its factor: 0 x NaN is NaN. Only
-        the first
-    pass tells which rows these are. So if there are any, both passes run once more with them replaced.
+    the first pass tells which rows these are. So if there are any, both run once more with them replaced.
     """
-
     coverage = job.coverage()
     _refuse_narrow_layers(coverage)
 

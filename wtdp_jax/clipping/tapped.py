@@ -1,5 +1,4 @@
-"""What the ghost and the book-keeping engine share: the tapped loss of a batch, and what becomes of each
-leaf.
+"""What the ghost and the book-keeping engine share: the tapped loss of a batch, and each leaf's lot.
 
 Probes have the batch axis after the axes along which their layer is stacked, so that a scan slices them, and
 collects their cotangents, without a transpose.

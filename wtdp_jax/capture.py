@@ -224,16 +224,16 @@ def _tap_head_backward(emit: Callable, residuals: tuple, d: Array) -> tuple:
 _tap_head.defvjp(lambda emit, y, inputs, ids, side, probe: (y, (inputs, ids)), _tap_head_backward)
 
 
-# A weighed layer computes its output twice, once with constant weights and once with constant inputs; the
-# second is never evaluated, only differentiated.
+# A weighed layer computes its output twice, with constant weights and with constant inputs. The second is
+# never evaluated, only differentiated.
 @jax.custom_vjp
-def _weigh(y: Array, y_of_weights: Array, factor: Array) -> Array:
-    """Y itself; backward, the cotangent of what depends on the weights is scaled by the factor."""
-    return y
+def _weigh(of_inputs: Array, of_weights: Array, factor: Array) -> Array:
+    """The output itself; backward, the cotangent of what depends on the weights is scaled by the factor."""
+    return of_inputs
 
 
 _weigh.defvjp(
-    lambda y, y_of_weights, factor: (y, factor),
+    lambda of_inputs, of_weights, factor: (of_inputs, factor),
     lambda factor, d: (d, factor.astype(d.dtype) * d, None),
 )
 
@@ -253,10 +253,17 @@ def _one_per_example(y: Array, probe: Any) -> Array:
 
 
 class Probe(NamedTuple):
-    """A layer's probe: which layer's, and its value, zeros or factors."""
+    """A layer's probe: which layer's, and its value."""
 
     layer: int
     value: Any
+
+
+class Weighed(NamedTuple):
+    """The value of a probe with a factor: zeros, whose cotangents are what is emitted; and the factor."""
+
+    emitted: Any
+    factor: Any
 
 
 class Interceptor:
@@ -294,20 +301,6 @@ class Interceptor:
             self._inside = False
 
 
-class Weigh(Interceptor):
-    """Scales the weight gradient of each layer whose probe holds a factor, and nothing else."""
-
-    def layer(
-        self, kind: Kind, module: nn.Module, x: Any, params: Mapping, probe: Probe, next_fun: Callable
-    ) -> Array:
-        """The layer's output; backward, its own gradient is weighed."""
-        factor = probe.value
-        constant = {name: jax.lax.stop_gradient(v) for name, v in params.items()}
-        of_weights = self.run(kind, module, jax.lax.stop_gradient(jnp.asarray(x)), params)
-        y = _one_per_example(self.run(kind, module, x, constant), factor)
-        return _weigh(y, _one_per_example(of_weights, factor), factor)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
     """How the two taps of a matrix that is embedding and head work together, by a side array.
@@ -331,21 +324,27 @@ class Tap(Interceptor):
     """Taps every layer with a probe.
 
     The probe of a matrix that is embedding and head has the parts "embedding", "head" and, if linked,
-    "cross".
+    "cross". With `weigh` a probe is a `Weighed` one, and each of the two uses has its own factor.
 
     Args:
         emit: (index, call, d) -> the probe's cotangent.
         tied: indices of the layers that are embedding and head.
         link: what the two taps of such a layer emit; None: `emit`, each for itself.
+        weigh: whether each layer's own gradient is to be scaled by its probe's factor.
     """
 
     def __init__(
-        self, emit: Callable[[int, Call, Array], Any], tied: frozenset[int], link: Link | None
+        self,
+        emit: Callable[[int, Call, Array], Any],
+        tied: frozenset[int],
+        link: Link | None = None,
+        weigh: bool = False,
     ) -> None:
         super().__init__()
         self._emit = emit
         self._tied = tied
         self._link = link
+        self._weigh = weigh
         self._embedded: dict[int, tuple[Array, Array]] = {}  # ids and side array, from embedding to head
 
     def layer(
@@ -353,14 +352,28 @@ class Tap(Interceptor):
     ) -> Array:
         """The layer's output, tapped."""
         index, value = probe
-        y = _one_per_example(next_fun(x), value)
+        use = "embedding" if kind == "embed" else "head"
+        if self._weigh:
+            value, factor = value
+            factor = factor[use] if index in self._tied else factor
+            y = self._weighed(kind, module, x, params, Weighed(value, factor))
+        else:
+            y = _one_per_example(next_fun(x), value)
         call = describe(kind, module, x, y)
         if index in self._tied and self._link is not None:
-            return self._linked(self._link, call, y, jnp.asarray(x), probe)
+            return self._linked(self._link, call, y, jnp.asarray(x), Probe(index, value))
         if index in self._tied:
-            value = value["embedding" if kind == "embed" else "head"]
+            value = value[use]
         emit = _reading_residuals(functools.partial(self._emit, index), call)
         return _tap(emit, y, jnp.asarray(x), value)
+
+    def _weighed(self, kind: Kind, module: nn.Module, x: Any, params: Mapping, probe: Weighed) -> Array:
+        """The layer's output; backward, its own gradient is scaled and its input's is not."""
+        constant = {name: jax.lax.stop_gradient(v) for name, v in params.items()}
+        of_inputs = self.run(kind, module, x, constant)
+        of_weights = self.run(kind, module, jax.lax.stop_gradient(jnp.asarray(x)), params)
+        of_inputs, of_weights = (_one_per_example(y, probe.emitted) for y in (of_inputs, of_weights))
+        return _weigh(of_inputs, of_weights, probe.factor)
 
     def _linked(self, link: Link, call: Call, y: Array, inputs: Array, probe: Probe) -> Array:
         index, value = probe

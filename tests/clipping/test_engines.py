@@ -1,8 +1,6 @@
-"""Every engine against the oracle, in float64 op by op, and compiled in float32.
+"""Every engine against the oracle, in float64 and in float32."""
 
-Op by op (`jax.disable_jit`) the many combinations share their compiled operations.
-"""
-
+import functools
 import itertools
 from typing import Any
 
@@ -55,36 +53,38 @@ def _expected(clipping: str, gradients: Any, l2_clip_norm: float) -> Any:
     return oracle.clipped_sum(gradients, factors(norms, l2_clip_norm))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("loss", ["next_token", "lm"])
-def test_exact_in_float64(float64: None, tie: bool, loss: str) -> None:
+@functools.cache
+def _setting(tie: bool, loss: str) -> tuple[Any, ...]:
+    """A loss with parameters and a batch in float64, and the per-example gradients of its real rows."""
     model = small.gpt2(tie=tie)
     loss_fn = _loss(loss, model)
     batch, is_padding = _batch_with_odd_rows()
     params = small.random_params(model, batch["ids"])
     gradients = oracle.per_example_gradients(loss_fn, params, _rows(batch, slice(REAL)))
+    return loss_fn, params, batch, is_padding, gradients
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("clipping", ["flat", "automatic", "per_layer"])
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("loss", ["next_token", "lm"])
+def test_exact_in_float64(float64: None, tie: bool, loss: str, clipping: Any, engine: Any) -> None:
+    loss_fn, params, batch, is_padding, gradients = _setting(tie, loss)
     norms = oracle.norms(gradients)
     l2_clip_norm = float(np.median(norms))
-    for clipping in ("flat", "automatic", "per_layer"):
-        expected = _expected(clipping, gradients, l2_clip_norm)
-        for engine in ENGINES:
-            grad_fn = clipped_grad(
-                loss_fn, engine=engine, l2_clip_norm=l2_clip_norm, clipping=clipping, microbatch_size=3
-            )
-            with jax.disable_jit():
-                total, per_example = grad_fn(params, batch, is_padding)
-            which = f"{clipping} {engine}"
-            assert oracle.relative_error(total, expected) < 1e-10, which
-            assert oracle.relative_error(per_example.norm[:REAL], norms) < 1e-10, which
-            assert per_example.norm[PADDING] == 0 and per_example.loss[PADDING] == 0, which
-            assert jnp.isinf(per_example.norm[BROKEN]), which
+    grad_fn = clipped_grad(
+        loss_fn, engine=engine, l2_clip_norm=l2_clip_norm, clipping=clipping, microbatch_size=3
+    )
+    total, per_example = jax.jit(grad_fn)(params, batch, is_padding)
+    assert oracle.relative_error(total, _expected(clipping, gradients, l2_clip_norm)) < 1e-10
+    assert oracle.relative_error(per_example.norm[:REAL], norms) < 1e-10
+    assert per_example.norm[PADDING] == 0 and per_example.loss[PADDING] == 0
+    assert jnp.isinf(per_example.norm[BROKEN])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", GHOSTLY)
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
-def test_compiled_in_float32(engine: Any, tie: bool) -> None:
+def test_in_float32(engine: Any, tie: bool) -> None:
     model = small.gpt2(tie=tie, remat=tie)
     loss_fn = _loss("next_token" if tie else "lm", model)
     with jax.enable_x64(True):
@@ -103,7 +103,7 @@ def test_compiled_in_float32(engine: Any, tie: bool) -> None:
     assert oracle.relative_error(total, _expected("flat", gradients, l2_clip_norm)) < 1e-4
     assert oracle.relative_error(per_example.norm[:REAL], norms) < 1e-4
 
-    # The same program when no row is broken, where the two-pass engine keeps its forward pass.
+    # The same program when no row is broken, where the two-pass engine needs no second round.
     fine = {name: leaf.at[BROKEN].set(leaf[0]) for name, leaf in batch.items()}
     total, per_example = compiled(params, fine, is_padding | (jnp.arange(REAL + 2) == BROKEN))
     assert oracle.relative_error(total, _expected("flat", gradients, l2_clip_norm)) < 1e-4
@@ -130,8 +130,7 @@ def test_other_tied_norms(float64: None) -> None:
         norms = np.sqrt(squared_all - squared_in - squared_out + shared[tied_norm])
         expected = oracle.clipped_sum(gradients, oracle.flat_factors(norms, 0.5))
         grad_fn = clipped_grad(next_token_loss(tied), engine=engine, l2_clip_norm=0.5, tied_norm=tied_norm)
-        with jax.disable_jit():
-            total, per_example = grad_fn(params, batch)
+        total, per_example = jax.jit(grad_fn)(params, batch)
         assert oracle.relative_error(per_example.norm, norms) < 1e-10, (tied_norm, engine)
         assert oracle.relative_error(total, expected) < 1e-10, (tied_norm, engine)
 
@@ -145,8 +144,8 @@ def test_single_token_and_label_words(float64: None, engine: Any) -> None:
     loss_fn = label_word_loss(model, [4, 7])
     gradients = oracle.per_example_gradients(loss_fn, params, batch)
     norms = oracle.norms(gradients)
-    with jax.disable_jit():
-        total, per_example = clipped_grad(loss_fn, engine=engine, l2_clip_norm=0.1)(params, batch)
+    grad_fn = clipped_grad(loss_fn, engine=engine, l2_clip_norm=0.1)
+    total, per_example = jax.jit(grad_fn)(params, batch)
     assert oracle.relative_error(per_example.norm, norms) < 1e-10
     expected = oracle.clipped_sum(gradients, oracle.flat_factors(norms, 0.1))
     assert oracle.relative_error(total, expected) < 1e-10
@@ -158,11 +157,11 @@ def test_physical_batches_sum_to_the_logical_one(float64: None, engine: Any) -> 
     batch = small.token_batch(6)
     params = small.random_params(model, batch["ids"])
     grad_fn = clipped_grad(next_token_loss(model), engine=engine, l2_clip_norm=0.5)
-    with jax.disable_jit():
-        whole, _ = grad_fn(params, batch)
-        none = jnp.zeros(3, bool)
-        first, _ = grad_fn(params, _rows(batch, slice(3)), none)
-        second, _ = grad_fn(params, _rows(batch, slice(3, 6)), none)
+    compiled = jax.jit(grad_fn)
+    whole, _ = compiled(params, batch)
+    none = jnp.zeros(3, bool)
+    first, _ = compiled(params, _rows(batch, slice(3)), none)
+    second, _ = compiled(params, _rows(batch, slice(3, 6)), none)
     assert (
         oracle.relative_error(jax.tree.map(jnp.add, first, second), jax.tree.map(np.asarray, whole)) < 1e-12
     )
@@ -177,8 +176,7 @@ def test_a_batch_of_padding_gives_exact_zeros(float64: None, engine: Any, clippi
     params = small.random_params(model, batch["ids"])
     loss_fn = _scaled(next_token_loss(model))
     grad_fn = clipped_grad(loss_fn, engine=engine, l2_clip_norm=0.5, clipping=clipping)
-    with jax.disable_jit():
-        total, per_example = grad_fn(params, batch, jnp.ones(2, bool))
+    total, per_example = jax.jit(grad_fn)(params, batch, jnp.ones(2, bool))
     assert all(not jnp.any(leaf) for leaf in jax.tree.leaves(total))
     assert not jnp.any(per_example.norm) and not jnp.any(per_example.loss)
 
@@ -198,8 +196,7 @@ def test_frozen_leaves_have_no_part(float64: None, engine: Any) -> None:
     )
     norms = oracle.norms(kept)
     grad_fn = clipped_grad(next_token_loss(model), engine=engine, l2_clip_norm=0.5, trainable=trainable)
-    with jax.disable_jit():
-        total, per_example = grad_fn(params, batch)
+    total, per_example = jax.jit(grad_fn)(params, batch)
     assert oracle.relative_error(per_example.norm, norms) < 1e-10
     assert oracle.relative_error(total, oracle.clipped_sum(kept, oracle.flat_factors(norms, 0.5))) < 1e-10
 
@@ -303,8 +300,8 @@ def test_frozen_dicts_stay_what_they_are(float64: None, engine: Any) -> None:
     model = small.gpt2(tie=True)
     batch = small.token_batch(2)
     params = flax.core.freeze(small.random_params(model, batch["ids"]))
-    with jax.disable_jit():
-        total, _ = clipped_grad(next_token_loss(model), engine=engine, l2_clip_norm=1.0)(params, batch)
+    grad_fn = clipped_grad(next_token_loss(model), engine=engine, l2_clip_norm=1.0)
+    total, _ = jax.jit(grad_fn)(params, batch)
     assert jax.tree.structure(total) == jax.tree.structure(params)
 
 

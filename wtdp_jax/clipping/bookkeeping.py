@@ -44,7 +44,7 @@ def bookkeeping(job: Job) -> Outcome:
 def _record_taps(coverage: Coverage) -> capture.Tap:
     """Taps that emit records."""
     tied = tapped.tied_indices(coverage.layers)
-    return capture.Tap(lambda index, call, d: capture.record(call, d), tied, link=None)
+    return capture.Tap(lambda index, call, d: capture.record(call, d), tied)
 
 
 def _probe_shapes(layer: Layer) -> Any:

@@ -1,12 +1,17 @@
 """Ghost clipping: one pass for the norms, a second for the clipped sum (Li et al. 2022, arXiv 2110.05679).
 
-The first pass emits squared norms and forms no weight gradient. In the second each layer weighs its own
-gradient by the example's factor, and passes its cotangents on as they are. To weigh the losses instead would
-save a forward pass, but the backward pass would then round other numbers than those whose norm was taken: in
-an ill-conditioned model the sum exceeded the clip norm by 1e-4 of it.
+Both backward passes share one forward pass and send the same cotangents back. The first emits squared norms
+and forms no weight gradient; in the second each layer weighs its own gradient by the example's factor.
+Weighing the losses instead would round other numbers than those whose norm was taken: in an ill-conditioned
+model the sum exceeded the clip norm by 1e-4 of it.
+
+The factors are known after the first pass only, but each layer's factor is an argument of the loss that is
+read by the backward pass alone. What `jax.vjp` returns keeps such arguments by themselves, so the second pass
+is the first one's with the true factors in their place.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -80,27 +85,30 @@ def _refuse_narrow_layers(coverage: Coverage) -> None:
 def _two_passes(job: Job, coverage: Coverage) -> Outcome:
     """One round: zeros for the sum unless every row that is not padding has a finite gradient."""
     split = tapped.split_leaves(job, coverage)
-    probes = tapped.zero_probes(coverage.layers, lambda layer: _probe_shapes(layer, job), job.num_rows)
     losses_of = tapped.tapped_losses(job, coverage, split, lambda: _norm_taps(coverage, job))
-    losses, backward = jax.vjp(
-        lambda probes, copies: losses_of(split.covered, probes, copies),
-        probes,
-        tapped.copies(split.uncovered, job.num_rows),
-    )
-    norms, gradients = backward(jnp.ones_like(losses))
+    zeros = tapped.zero_probes(coverage.layers, lambda layer: _probe_shapes(layer, job), job.num_rows)
+    slots, structure = jax.tree.flatten(_per_call(coverage, lambda layer: _unknown(layer, job)))
+
+    def losses_fn(covered: Params, emitted: list[Any], copies: Params, *factors: Array) -> Array:
+        pairs = zip(emitted, jax.tree.unflatten(structure, factors), strict=True)
+        return losses_of(covered, [capture.Weighed(*pair) for pair in pairs], copies)
+
+    arguments = (split.covered, zeros, tapped.copies(split.uncovered, job.num_rows))
+    losses, backward = jax.vjp(losses_fn, *arguments, *slots)
+    ones = jnp.ones_like(losses)
+    norms, gradients = backward(ones)[1:3]
 
     squared = {
         factors.Group(layer.path, layer.stack): jnp.moveaxis(_layer_norm(layer, norm, job), -1, 0)
         for layer, norm in zip(coverage.layers, norms, strict=True)
     }
     clipped, uncovered_sum = tapped.clip(job, coverage, split, squared, gradients)
-
+    factors_of = _per_call(coverage, lambda layer: _factors(layer, clipped))
+    weighed = _with_last_arguments(backward, jax.tree.leaves(factors_of))
+    if weighed is None:
+        _, weighed = jax.vjp(losses_fn, *arguments, *jax.tree.leaves(factors_of))
     fine = jnp.any(clipped.counts) & jnp.all(clipped.counts | job.is_padding)
-    covered_sum = jax.lax.cond(
-        fine,
-        lambda: _weighed_sum(job, coverage, split, clipped),
-        lambda: jax.tree.map(jnp.zeros_like, split.covered),
-    )
+    covered_sum = jax.tree.map(lambda total: jnp.where(fine, total, 0), weighed(ones)[0])
     return job.outcome(tapped.join(split, covered_sum, uncovered_sum), losses, clipped.norm)
 
 
@@ -126,7 +134,8 @@ def _norm_taps(coverage: Coverage, job: Job) -> capture.Tap:
         return layers.call_squared_norm(call, coverage.layers[index].leaves, capture.record(call, d))
 
     links = {"cross_term": _cross_term_link(), "materialize": _materializing_link()}
-    return capture.Tap(emit, tapped.tied_indices(coverage.layers), links.get(job.tied_norm))
+    link = links.get(job.tied_norm)
+    return capture.Tap(emit, tapped.tied_indices(coverage.layers), link, weigh=True)
 
 
 def _cross_term_link() -> capture.Link:
@@ -177,13 +186,33 @@ def _layer_norm(layer: Layer, norm: Any, job: Job) -> Array:
 # ---- the second pass --------------------------------------------------------------------------------------
 
 
-def _weighed_sum(job: Job, coverage: Coverage, split: tapped.Split, clipped: Factors) -> Params:
-    """The sum with each layer's gradient weighed by its own factor."""
-    probes = [
-        jnp.moveaxis(clipped.factors[factors.Group(layer.path, layer.stack)], 0, -1)
+def _per_call(coverage: Coverage, value: Callable[[Layer], Array]) -> list[Any]:
+    """A value for each layer, or one for each of its two uses; no array twice, JAX tells them by identity."""
+    return [
+        {use: value(layer) for use in ("embedding", "head")} if layer.kind == "tied" else value(layer)
         for layer in coverage.layers
     ]
-    losses_of = tapped.tapped_losses(job, coverage, split, capture.Weigh)
-    copies = tapped.copies(split.uncovered, job.num_rows)
-    losses, backward = jax.vjp(lambda covered: losses_of(covered, probes, copies), split.covered)
-    return backward(jnp.ones_like(losses))[0]
+
+
+def _unknown(layer: Layer, job: Job) -> Array:
+    """In place of a layer's factors (*stack, B). NaN, so that a sum with one left in it shows it."""
+    dtype = rules.accumulation_dtype(layer.calls[0].outputs.dtype)
+    return jnp.full((*layer.stack, job.num_rows), jnp.nan, dtype)
+
+
+def _factors(layer: Layer, clipped: Factors) -> Array:
+    """A layer's factors (*stack, B)."""
+    return jnp.moveaxis(clipped.factors[factors.Group(layer.path, layer.stack)], 0, -1)
+
+
+def _with_last_arguments(backward: Callable, values: list[Array]) -> Callable | None:
+    """What `jax.vjp` returned, with other values for the last arguments, which the backward pass alone reads.
+
+    None where it holds something made of an argument in place of the argument itself, such as the slices that
+    a loss takes which loops over layers by hand. Then a second forward pass is needed.
+    """
+    kept = getattr(backward, "args_res", [])
+    others, last = kept[: -len(values)], kept[-len(values) :]
+    if not last or not all(isinstance(argument, jax.Array) for argument in last):
+        return None
+    return dataclasses.replace(backward, args_res=[*others, *values])

@@ -224,17 +224,17 @@ def _tap_head_backward(emit: Callable, residuals: tuple, d: Array) -> tuple:
 _tap_head.defvjp(lambda emit, y, inputs, ids, side, probe: (y, (inputs, ids)), _tap_head_backward)
 
 
-# A weighed layer computes its output twice, with constant weights and with constant inputs. The second is
+# A weighed layer computes its output twice: from constant leaves, and from constant inputs. The second is
 # never evaluated, only differentiated.
 @jax.custom_vjp
-def _weigh(of_inputs: Array, of_weights: Array, factor: Array) -> Array:
-    """The output itself; backward, the cotangent of what depends on the weights is scaled by the factor."""
-    return of_inputs
+def _weigh(y: Array, own: Array, factor: Array) -> Array:
+    """Y itself; backward, the cotangent of the same output as a function of the leaves alone is scaled."""
+    return y
 
 
 _weigh.defvjp(
-    lambda of_inputs, of_weights, factor: (of_inputs, factor),
-    lambda factor, d: (d, factor.astype(d.dtype) * d, None),
+    lambda y, own, factor: (y, factor),
+    lambda factor, d: (d, factor * d.astype(factor.dtype), None),
 )
 
 
@@ -242,11 +242,11 @@ def _one_per_example(y: Array, probe: Any) -> Array:
     """`y`, made to depend on the probe, which every example has its own of.
 
     What does not depend on the example, such as position embeddings, is computed once for the whole batch
-    under vmap, and its cotangent would be summed over the examples before a tap sees it. A tap's probes
-    are zeros known at compile time, so the compiler may drop the selection.
+    under vmap, and its cotangent would be summed over the examples before a tap sees it. What is added is
+    zero.
     """
-    first = jax.lax.stop_gradient(jax.tree.leaves(probe)[0]).reshape(-1)[0]
-    return jnp.where(jnp.isfinite(first), y, jnp.zeros((), y.dtype))
+    first = jax.lax.stop_gradient(jax.tree.leaves(probe)[0]).reshape(-1)[:1]
+    return y + first.reshape((1,) * y.ndim).astype(y.dtype)
 
 
 # ---- interceptors -----------------------------------------------------------------------------------------
@@ -260,10 +260,17 @@ class Probe(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """The value of a probe with a factor: zeros, whose cotangents are what is emitted; and the factor."""
+    """A probe's value where the layer's own gradient is to be weighed.
+
+    Attributes:
+        emitted: zeros, whose cotangents are what the tap emits.
+        factor: the weight of the example's gradient.
+        leaves: the layer's leaves once more, by name. They are differentiated in place of those in params.
+    """
 
     emitted: Any
     factor: Any
+    leaves: Mapping[str, Array]
 
 
 class Interceptor:
@@ -324,13 +331,12 @@ class Tap(Interceptor):
     """Taps every layer with a probe.
 
     The probe of a matrix that is embedding and head has the parts "embedding", "head" and, if linked,
-    "cross". With `weigh` a probe is a `Weighed` one, and each of the two uses has its own factor.
+    "cross". If it is `Weighed`, each of the two uses has its own factor.
 
     Args:
         emit: (index, call, d) -> the probe's cotangent.
         tied: indices of the layers that are embedding and head.
         link: what the two taps of such a layer emit; None: `emit`, each for itself.
-        weigh: whether each layer's own gradient is to be scaled by its probe's factor.
     """
 
     def __init__(
@@ -338,13 +344,11 @@ class Tap(Interceptor):
         emit: Callable[[int, Call, Array], Any],
         tied: frozenset[int],
         link: Link | None = None,
-        weigh: bool = False,
     ) -> None:
         super().__init__()
         self._emit = emit
         self._tied = tied
         self._link = link
-        self._weigh = weigh
         self._embedded: dict[int, tuple[Array, Array]] = {}  # ids and side array, from embedding to head
 
     def layer(
@@ -353,27 +357,22 @@ class Tap(Interceptor):
         """The layer's output, tapped."""
         index, value = probe
         use = "embedding" if kind == "embed" else "head"
-        if self._weigh:
-            value, factor = value
-            factor = factor[use] if index in self._tied else factor
-            y = self._weighed(kind, module, x, params, Weighed(value, factor))
+        inputs = jax.lax.stop_gradient(jnp.asarray(x))  # one array, for JAX to keep it once
+        y = next_fun(x)
+        if isinstance(value, Weighed):
+            factor = value.factor[use] if index in self._tied else value.factor
+            own = self.run(kind, module, inputs, {**params, **value.leaves})
+            value = value.emitted
+            y = _weigh(_one_per_example(y, value), _one_per_example(own, value), factor)
         else:
-            y = _one_per_example(next_fun(x), value)
+            y = _one_per_example(y, value)
         call = describe(kind, module, x, y)
         if index in self._tied and self._link is not None:
-            return self._linked(self._link, call, y, jnp.asarray(x), Probe(index, value))
+            return self._linked(self._link, call, y, inputs, Probe(index, value))
         if index in self._tied:
             value = value[use]
         emit = _reading_residuals(functools.partial(self._emit, index), call)
-        return _tap(emit, y, jnp.asarray(x), value)
-
-    def _weighed(self, kind: Kind, module: nn.Module, x: Any, params: Mapping, probe: Weighed) -> Array:
-        """The layer's output; backward, its own gradient is scaled and its input's is not."""
-        constant = {name: jax.lax.stop_gradient(v) for name, v in params.items()}
-        of_inputs = self.run(kind, module, x, constant)
-        of_weights = self.run(kind, module, jax.lax.stop_gradient(jnp.asarray(x)), params)
-        of_inputs, of_weights = (_one_per_example(y, probe.emitted) for y in (of_inputs, of_weights))
-        return _weigh(of_inputs, of_weights, probe.factor)
+        return _tap(emit, y, inputs, value)
 
     def _linked(self, link: Link, call: Call, y: Array, inputs: Array, probe: Probe) -> Array:
         index, value = probe

@@ -33,6 +33,7 @@ class Layer:
         leaves: names of its trainable leaves, "kernel" and the like.
         stack: shape of the leading axes along which the module is stacked, () or (L,) under nn.scan.
         calls: its call, or embedding's and head's, for one slice and one example.
+        dtypes: the types in which its leaves and its probe reach it: the loss may have cast the params.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Layer:
     leaves: tuple[str, ...]
     stack: tuple[int, ...]
     calls: tuple[capture.Call, ...]
+    dtypes: tuple[jnp.dtype, ...]
 
     @property
     def leaf_paths(self) -> tuple[str, ...]:
@@ -114,9 +116,10 @@ def trace_coverage(loss_fn: Callable, trained: Any, frozen: Any, example: Any) -
     for index, module in enumerate(modules):
         # A leaf that the loss does not depend on says nothing about its module.
         own = {p: leaf for p, leaf in leaves.items() if parent(p) == module and p not in unused}
-        reasons = _objections(own, reads, f"{module}/{keys[index]}".lstrip("/"), index)
+        probe = f"{module}/{keys[index]}".lstrip("/")
+        reasons = _objections(own, reads, probe, index)
         if not reasons and own:
-            layers.append(_layer(module, own, reads))
+            layers.append(_layer(module, own, reads, probe))
         uncovered |= reasons
     return Coverage(
         layers=tuple(layers),
@@ -136,7 +139,7 @@ def _probe(module: str, params: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(max(stacks, key=len, default=()), jnp.float32)
 
 
-def _layer(module: str, leaves: Mapping[str, Any], reads: Reads) -> Layer:
+def _layer(module: str, leaves: Mapping[str, Any], reads: Reads, probe: str) -> Layer:
     """The covered layer that a module without objections is."""
     calls = tuple(reads.calls[n] for n in sorted({read.call for path in leaves for read in reads.of(path)}))
     path, leaf = next(iter(leaves.items()))
@@ -146,6 +149,7 @@ def _layer(module: str, leaves: Mapping[str, Any], reads: Reads) -> Layer:
         leaves=tuple(leaf_name(path) for path in leaves),
         stack=tuple(leaf.shape[: _stacked(reads.of(path))]),
         calls=calls,
+        dtypes=tuple({read.dtype for path in (*leaves, probe) for read in reads.of(path)}),
     )
 
 

@@ -36,6 +36,7 @@ class Read:
         stacked: along how many leading axes the reader sees slices.
         within: which inner programs the read is in, outermost first.
         times: how often it happens: in a loop, or in lanes of a vmap that share the leaf.
+        dtype: in which type the reader sees it, after casts.
         differentiated: whether the loss itself differentiates through it.
     """
 
@@ -45,6 +46,7 @@ class Read:
     stacked: int
     within: tuple[int, ...]
     times: int
+    dtype: jnp.dtype
     differentiated: bool = False
 
 
@@ -184,7 +186,7 @@ class _Source:
     stacked: int = 0
     times: int = 1
 
-    def read_by(self, reader: str, within: tuple[int, ...]) -> Read:
+    def read_by(self, reader: str, within: tuple[int, ...], variable: Any) -> Read:
         return Read(
             path=self.path,
             reader=reader,
@@ -192,6 +194,7 @@ class _Source:
             stacked=self.stacked,
             within=within,
             times=self.times,
+            dtype=variable.aval.dtype,
         )
 
 
@@ -214,9 +217,9 @@ def _walk(program: Any, sources: Sequence[_Source | None], within: tuple[int, ..
         elif name in _CALLS:
             reads += _walk(_inner(eqn), operands, (*within, id(eqn)))
         else:
-            reads += [source.read_by(name, within) for source in present]
-    results = [known[v] for v in program.outvars if not isinstance(v, Literal) and v in known]
-    return reads + [source.read_by("an inner function's result", within) for source in results]
+            reads += [s.read_by(name, within, v) for s, v in zip(operands, eqn.invars, strict=True) if s]
+    results = [v for v in program.outvars if not isinstance(v, Literal) and v in known]
+    return reads + [known[v].read_by("an inner function's result", within, v) for v in results]
 
 
 def _inner(eqn: Any) -> Any:
@@ -245,7 +248,7 @@ def _scan_sources(eqn: Any, operands: Sequence[_Source | None]) -> list[_Source 
 def _mark_reads(eqn: Any, operands: Sequence[_Source | None], within: tuple[int, ...]) -> list[Read]:
     """A mark's reads of its leaf and its probe; a leaf that is the layer's input is read otherwise."""
     leaf, inputs, probe = operands
-    reads = [inputs.read_by("a layer, as its input", within)] if inputs else []
+    reads = [inputs.read_by("a layer, as its input", within, eqn.invars[1])] if inputs else []
     for source, variable, rank in ((leaf, eqn.invars[0], eqn.params["rank"]), (probe, eqn.invars[2], 0)):
         if source:
             reads.append(
@@ -256,6 +259,7 @@ def _mark_reads(eqn: Any, operands: Sequence[_Source | None], within: tuple[int,
                     stacked=source.stacked + variable.aval.ndim - rank,
                     within=within,
                     times=source.times * eqn.params["lanes"],
+                    dtype=variable.aval.dtype,
                     differentiated=eqn.params["differentiated"],
                 )
             )

@@ -82,6 +82,37 @@ def test_exact_in_float64(float64: None, tie: bool, loss: str, clipping: Any, en
     assert jnp.isinf(per_example.norm[BROKEN])
 
 
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("remat", [True, False], ids=["remat", "kept"])
+def test_the_ghost_passes_share_one_forward_pass(
+    monkeypatch: pytest.MonkeyPatch, tie: bool, remat: bool
+) -> None:
+    model = small.gpt2(tie=tie, remat=remat)
+    batch = small.token_batch(2, dtype=jnp.float32)
+    params = small.random_params(model, batch["ids"], dtype=jnp.float32)
+    traces = []
+    loss_fn = lm_loss(model)
+
+    def counting(params: Any, batch: Any) -> Any:
+        traces.append(1)
+        return loss_fn(params, batch)
+
+    grad_fn = clipped_grad(counting, engine="ghost", l2_clip_norm=1.0)
+    grad_fn.check(params, batch)
+    to_check = len(traces)
+    jax.eval_shape(grad_fn, params, batch)
+    assert len(traces) - to_check == to_check + 1
+
+
+def test_ghost_op_by_op(float64: None) -> None:
+    """Without compilation a scan's slices are arrays of their own, so the second pass runs forward again."""
+    loss_fn, params, batch, is_padding, gradients = _setting(True, "next_token")
+    grad_fn = clipped_grad(loss_fn, engine="ghost", l2_clip_norm=0.5)
+    with jax.disable_jit():
+        total, _ = grad_fn(params, batch, is_padding)
+    assert oracle.relative_error(total, _expected("flat", gradients, 0.5)) < 1e-10
+
+
 @pytest.mark.parametrize("engine", GHOSTLY)
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_in_float32(engine: Any, tie: bool) -> None:
@@ -305,12 +336,15 @@ def test_frozen_dicts_stay_what_they_are(float64: None, engine: Any) -> None:
     assert jax.tree.structure(total) == jax.tree.structure(params)
 
 
-def test_ghost_refuses_layers_that_would_round_the_sum() -> None:
-    layer = nn.Dense(4, dtype=jnp.bfloat16)
+@pytest.mark.parametrize("cast_by", ["layer", "loss"])
+def test_ghost_refuses_layers_that_would_round_the_sum(cast_by: str) -> None:
+    layer = nn.Dense(4, dtype=jnp.bfloat16 if cast_by == "layer" else jnp.float32)
     x = jnp.ones((2, 3, 5))
     params = layer.init(jax.random.key(0), x)["params"]
 
     def loss_fn(params: Any, batch: Any) -> Any:
+        if cast_by == "loss":
+            params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
         return jnp.sum(layer.apply({"params": params}, batch["x"]).astype(jnp.float32), (1, 2))
 
     with pytest.raises(ValueError, match="needs layers in float32 or wider, got .* in bfloat16"):

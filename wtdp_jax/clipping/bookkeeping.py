@@ -17,7 +17,6 @@ from wtdp_jax.clipping import layers, tapped
 from wtdp_jax.clipping.factors import Factors, Group
 from wtdp_jax.clipping.job import Job, Outcome, Params
 from wtdp_jax.coverage import Coverage, Layer
-from wtdp_jax.trees import leaf_name, map_with_path
 
 
 def bookkeeping(job: Job) -> Outcome:
@@ -75,11 +74,8 @@ def _weighted_sums(coverage: Coverage, records: list[Any], clipped: Factors, lik
         weights = jnp.moveaxis(clipped.factors[Group(layer.path, layer.stack)], 0, -1)
         return _slice_by_slice(of_slice, layer)((records, weights))
 
-    by_path: dict[str, Array] = {}
-    for layer, of_layer in zip(coverage.layers, records, strict=True):
-        sums = sums_of(layer, of_layer)
-        by_path |= {path: sums[leaf_name(path)] for path in layer.leaf_paths}
-    return map_with_path(lambda path, _: by_path[path], like)
+    sums = [sums_of(*pair) for pair in zip(coverage.layers, records, strict=True)]
+    return tapped.by_layer(coverage, sums, like)
 
 
 def _slice_by_slice(function: Callable, layer: Layer) -> Callable:

@@ -23,6 +23,7 @@ from wtdp_jax.clipping import factors, layers, rows, tapped
 from wtdp_jax.clipping.factors import Factors
 from wtdp_jax.clipping.job import Job, Outcome, Params
 from wtdp_jax.coverage import Coverage, Layer
+from wtdp_jax.trees import leaf_name, leaf_paths
 
 
 class _State(NamedTuple):
@@ -72,14 +73,14 @@ def ghost(job: Job) -> Outcome:
 
 
 def _refuse_narrow_layers(coverage: Coverage) -> None:
-    """In bfloat16 the second pass would round the sum over the batch to 8 bits, which no clip norm bounds."""
+    """In bfloat16 two passes differ by its rounding, as do norms and sums: no clip norm bounds what is summed."""
     for layer in coverage.layers:
-        dtype = layer.calls[0].outputs.dtype
-        if jnp.finfo(dtype).bits < 32:
-            raise ValueError(
-                f'engine "ghost" needs layers in float32 or wider, got {layer.path} in {dtype}: '
-                'use engine "bookkeeping"'
-            )
+        for dtype in (*layer.dtypes, *(call.outputs.dtype for call in layer.calls)):
+            if jnp.finfo(dtype).bits < 32:
+                raise ValueError(
+                    f'engine "ghost" needs layers in float32 or wider, got {layer.path} in {dtype}: '
+                    'use engine "bookkeeping"'
+                )
 
 
 def _two_passes(job: Job, coverage: Coverage) -> Outcome:
@@ -89,11 +90,13 @@ def _two_passes(job: Job, coverage: Coverage) -> Outcome:
     zeros = tapped.zero_probes(coverage.layers, lambda layer: _probe_shapes(layer, job), job.num_rows)
     slots, structure = jax.tree.flatten(_per_call(coverage, lambda layer: _unknown(layer, job)))
 
-    def losses_fn(covered: Params, emitted: list[Any], copies: Params, *factors: Array) -> Array:
-        pairs = zip(emitted, jax.tree.unflatten(structure, factors), strict=True)
-        return losses_of(covered, [capture.Weighed(*pair) for pair in pairs], copies)
+    def losses_fn(leaves: list[Any], emitted: list[Any], copies: Params, *factors: Array) -> Array:
+        parts = zip(emitted, jax.tree.unflatten(structure, factors), leaves, strict=True)
+        return losses_of(split.covered, [capture.Weighed(*part) for part in parts], copies)
 
-    arguments = (split.covered, zeros, tapped.copies(split.uncovered, job.num_rows))
+    by_path = leaf_paths(split.covered)
+    leaves = [{leaf_name(path): by_path[path] for path in layer.leaf_paths} for layer in coverage.layers]
+    arguments = (leaves, zeros, tapped.copies(split.uncovered, job.num_rows))
     losses, backward = jax.vjp(losses_fn, *arguments, *slots)
     ones = jnp.ones_like(losses)
     norms, gradients = backward(ones)[1:3]
@@ -108,7 +111,8 @@ def _two_passes(job: Job, coverage: Coverage) -> Outcome:
     if weighed is None:
         _, weighed = jax.vjp(losses_fn, *arguments, *jax.tree.leaves(factors_of))
     fine = jnp.any(clipped.counts) & jnp.all(clipped.counts | job.is_padding)
-    covered_sum = jax.tree.map(lambda total: jnp.where(fine, total, 0), weighed(ones)[0])
+    sums = jax.tree.map(lambda total: jnp.where(fine, total, 0), weighed(ones)[0])
+    covered_sum = tapped.by_layer(coverage, sums, like=split.covered)
     return job.outcome(tapped.join(split, covered_sum, uncovered_sum), losses, clipped.norm)
 
 
@@ -134,8 +138,7 @@ def _norm_taps(coverage: Coverage, job: Job) -> capture.Tap:
         return layers.call_squared_norm(call, coverage.layers[index].leaves, capture.record(call, d))
 
     links = {"cross_term": _cross_term_link(), "materialize": _materializing_link()}
-    link = links.get(job.tied_norm)
-    return capture.Tap(emit, tapped.tied_indices(coverage.layers), link, weigh=True)
+    return capture.Tap(emit, tapped.tied_indices(coverage.layers), links.get(job.tied_norm))
 
 
 def _cross_term_link() -> capture.Link:

@@ -4,7 +4,7 @@ Probes have the batch axis after the axes along which their layer is stacked, so
 collects their cotangents, without a transpose.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from wtdp_jax import capture
 from wtdp_jax.clipping import factors
 from wtdp_jax.clipping.job import Job, Params
 from wtdp_jax.coverage import Coverage, Layer
-from wtdp_jax.trees import insert, map_with_path, merge
+from wtdp_jax.trees import insert, leaf_name, map_with_path, merge
 
 
 class Split(NamedTuple):
@@ -88,8 +88,27 @@ def tapped_losses(
         entries = {layer.path: {key: probe} for layer, key, probe in keyed}
         return capture.example_loss(job.loss_fn, insert(params, entries), example, make_interceptor())
 
-    batched = jax.vmap(one, in_axes=(None, [len(layer.stack) for layer in layers], 0, 0))
-    return lambda covered, probes, uncovered: batched(covered, probes, uncovered, job.batch)
+    def batched(covered: Params, probes: list[Any], uncovered: Params) -> Array:
+        axes = [_batch_axes(*pair) for pair in zip(layers, probes, strict=True)]
+        return jax.vmap(one, in_axes=(None, axes, 0, 0))(covered, probes, uncovered, job.batch)
+
+    return batched
+
+
+def _batch_axes(layer: Layer, probe: Any) -> Any:
+    """The batch axis of a layer's probe comes after those of its stack; the leaves in one have none."""
+    axis = len(layer.stack)
+    return capture.Weighed(axis, axis, None) if isinstance(probe, capture.Weighed) else axis
+
+
+def by_layer(coverage: Coverage, sums: list[Mapping[str, Array]], like: Params) -> Params:
+    """Each layer's sums, by leaf name, as a tree like the covered leaves."""
+    by_path = {
+        path: of_layer[leaf_name(path)]
+        for layer, of_layer in zip(coverage.layers, sums, strict=True)
+        for path in layer.leaf_paths
+    }
+    return map_with_path(lambda path, _: by_path[path], like)
 
 
 def tied_indices(layers: tuple[Layer, ...]) -> frozenset[int]:

@@ -73,7 +73,7 @@ def ghost(job: Job) -> Outcome:
 
 
 def _refuse_narrow_layers(coverage: Coverage) -> None:
-    """In bfloat16 two passes differ by its rounding, as do norms and sums: no clip norm bounds what is summed."""
+    """In bfloat16 the passes differ by its rounding, and norms and sums are rounded to it: no bound holds."""
     for layer in coverage.layers:
         for dtype in (*layer.dtypes, *(call.outputs.dtype for call in layer.calls)):
             if jnp.finfo(dtype).bits < 32:

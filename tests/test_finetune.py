@@ -69,6 +69,7 @@ def _refusal(
     return stderr.removeprefix("error: ").rstrip("\n")
 
 
+@pytest.mark.slow
 def test_leaves_a_run_folder_and_says_what_it_promises(place: Path):
     ended = _script(*_arguments(place), "--no-tie-embeddings")
     assert ended.returncode == 0, ended.stderr

@@ -65,7 +65,7 @@ def _setting(tie: bool, loss: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("clipping", ["flat", "automatic", "per_layer"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", pytest.param("automatic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("loss", ["next_token", "lm"])
 def test_exact_in_float64(float64: None, tie: bool, loss: str, clipping: Any, engine: Any) -> None:
@@ -84,9 +84,7 @@ def test_exact_in_float64(float64: None, tie: bool, loss: str, clipping: Any, en
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("remat", [True, False], ids=["remat", "kept"])
-def test_the_ghost_passes_share_one_forward_pass(
-    monkeypatch: pytest.MonkeyPatch, tie: bool, remat: bool
-) -> None:
+def test_the_ghost_passes_share_one_forward_pass(tie: bool, remat: bool) -> None:
     model = small.gpt2(tie=tie, remat=remat)
     batch = small.token_batch(2, dtype=jnp.float32)
     params = small.random_params(model, batch["ids"], dtype=jnp.float32)
@@ -104,6 +102,7 @@ def test_the_ghost_passes_share_one_forward_pass(
     assert len(traces) - to_check == to_check + 1
 
 
+@pytest.mark.slow
 def test_ghost_op_by_op(float64: None) -> None:
     """Without compilation a scan's slices are arrays of their own, so the second pass runs forward again."""
     loss_fn, params, batch, is_padding, gradients = _setting(True, "next_token")
@@ -140,6 +139,7 @@ def test_in_float32(engine: Any, tie: bool) -> None:
     assert oracle.relative_error(total, _expected("flat", gradients, l2_clip_norm)) < 1e-4
 
 
+@pytest.mark.slow
 def test_other_tied_norms(float64: None) -> None:
     tied, untied = small.gpt2(tie=True), small.gpt2(tie=False)
     batch = small.token_batch(3)

@@ -200,7 +200,7 @@ _tap.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tap_embedding(emit: Callable, y: Array, inputs: Array, side: Array, probe: Any) -> tuple[Array, Array]:
-    """Y, and a zero side array for the head's tap; backward, emit(inputs, d, the side's cotangent)."""
+    """Y, and the side array for the head's tap; backward, emit(inputs, d, the side's cotangent)."""
     return y, side
 
 
@@ -270,7 +270,7 @@ class Weighed(NamedTuple):
 
     emitted: Any
     factor: Any
-    leaves: Mapping[str, Array]
+    leaves: Mapping[str, Any]
 
 
 class Interceptor:
@@ -312,7 +312,7 @@ class Interceptor:
 class Link:
     """How the two taps of a matrix that is embedding and head work together, by a side array.
 
-    The embedding's tap sends a zero side array forward to the head's; backward, the head's tap returns
+    The embedding's tap sends a side array forward to the head's; backward, the head's tap returns
     something made of its activations and backprops as the side's cotangent, and the embedding's tap sees
     that.
 
@@ -377,8 +377,9 @@ class Tap(Interceptor):
     def _linked(self, link: Link, call: Call, y: Array, inputs: Array, probe: Probe) -> Array:
         index, value = probe
         if call.kind == "embed":
-            side = jnp.zeros(link.side_shape(call), rules.accumulation_dtype(y.dtype))
-            side = _one_per_example(side, value)
+            # Its values are never read, but it must have every batch axis that y has.
+            first = jax.lax.stop_gradient(y).reshape(-1)[0].astype(rules.accumulation_dtype(y.dtype))
+            side = jnp.broadcast_to(first, link.side_shape(call))
             emit = _reading_residuals(link.embedding, call)
             y, side = _tap_embedding(emit, y, inputs, side, (value["embedding"], value["cross"]))
             self._embedded[index] = (_rows(inputs, call.module.num_embeddings).reshape(-1), side)

@@ -120,6 +120,6 @@ def _sizes(type_: str) -> list[int]:
 
 def _contracted(rest: str, types: dict[str, str]) -> int:
     """Over how many products each entry of a dot's result sums."""
-    operand_type, operand = _OPERAND.match(rest).groups()
+    operand_type, operand = _OPERAND.findall(rest)[0]
     sizes = _sizes(operand_type or types[operand])
     return math.prod(sizes[int(axis)] for axis in _CONTRACTED.findall(rest)[0].split(",") if axis)

@@ -208,7 +208,7 @@ def _factors(layer: Layer, clipped: Factors) -> Array:
     return jnp.moveaxis(clipped.factors[factors.Group(layer.path, layer.stack)], 0, -1)
 
 
-def _with_last_arguments(backward: Callable, values: list[Array]) -> Callable | None:
+def _with_last_arguments(backward: Any, values: list[Array]) -> Callable | None:
     """What `jax.vjp` returned, with other values for the last arguments, which the backward pass alone reads.
 
     None where it holds something made of an argument in place of the argument itself, such as the slices that

@@ -4,7 +4,7 @@ Probes have the batch axis after the axes along which their layer is stacked, so
 collects their cotangents, without a transpose.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,10 +98,12 @@ def tapped_losses(
 def _batch_axes(layer: Layer, probe: Any) -> Any:
     """The batch axis of a layer's probe comes after those of its stack; the leaves in one have none."""
     axis = len(layer.stack)
-    return capture.Weighed(axis, axis, None) if isinstance(probe, capture.Weighed) else axis
+    if isinstance(probe, capture.Weighed):
+        return capture.Weighed(emitted=axis, factor=axis, leaves=dict.fromkeys(probe.leaves))
+    return axis
 
 
-def by_layer(coverage: Coverage, sums: list[Mapping[str, Array]], like: Params) -> Params:
+def by_layer(coverage: Coverage, sums: Sequence[Mapping[str, Array]], like: Params) -> Params:
     """Each layer's sums, by leaf name, as a tree like the covered leaves."""
     by_path = {
         path: of_layer[leaf_name(path)]

@@ -19,6 +19,9 @@ Config = TypeVar("Config")
 USAGE_ERROR = 2
 """Exit status after bad input."""
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
 
 def parse(config_type: type[Config]) -> Config:
     """Builds a dataclass of settings from the command line; leaves with one line on stderr if it is wrong."""
@@ -42,11 +45,17 @@ def fail(message: object) -> None:
 
 @contextlib.contextmanager
 def one_line_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turns errors of these kinds into one line on stderr and exit status 2; others keep their traceback."""
+    """Turns errors of these kinds, and an interruption, into one line on stderr; others keep their traceback.
+
+    The exit status is 2, or 130 after an interruption, as shells have it.
+    """
     try:
         yield
     except kinds as error:
         fail(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def _message(box: str, config_name: str) -> str:

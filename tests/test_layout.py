@@ -67,15 +67,18 @@ _MAY_IMPORT = {
     "sampling": set(),
     "trees": set(),
     "losses": set(),
-    "models": set(),
+    "lm_head": set(),
+    "models": {"lm_head"},
     "data": {"embedded"},
-    "capture": {"rules"},
+    "head_rules": {"rules"},
+    "capture": {"rules", "lm_head"},
+    "taps": {"capture", "head_rules", "lm_head", "rules"},
     "reads": {"capture", "trees"},
     "coverage": {"capture", "reads", "trees"},
-    "clipping": {"capture", "coverage", "rules", "trees"},
+    "clipping": {"capture", "coverage", "head_rules", "rules", "taps", "trees"},
 }
 
-_COUPLED = _MAY_IMPORT.keys() - {"trees", "losses"}
+_COUPLED = _MAY_IMPORT.keys() - {"trees", "losses", "lm_head"}
 
 
 @pytest.mark.parametrize("part", _MAY_IMPORT)
@@ -91,7 +94,7 @@ def test_parts_meet_on_the_training_side_alone() -> None:
 
 def test_only_models_and_what_sees_their_layers_import_flax() -> None:
     # The losses and the evaluation name its Module type, and nothing else of it.
-    assert _importers("flax") <= {"models", "capture", "reads", "losses", "evaluate"}
+    assert _importers("flax") <= {"models", "lm_head", "capture", "reads", "taps", "losses", "evaluate"}
 
 
 @pytest.mark.parametrize("part", ["accounting", "privacy", "sampling", "data", "config", "cli"])

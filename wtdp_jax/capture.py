@@ -1,11 +1,9 @@
-"""Method interceptors that see the activations and backprops of a plain Flax Linen model's layers.
+"""The layers of a plain Flax Linen model that a rule covers, and how their calls are seen.
 
 Dimension key: T positions, I/O input and output features, D width, V vocabulary.
 
-The model holds no DP code. While a loss is traced for one example, `nn.intercept_methods` puts an identity
-`jax.custom_vjp`, a tap, on the OUTPUT of each covered layer. Forward, the layer is untouched. Backward, the
-tap passes the cotangent d on unchanged and emits something made of the layer's input and d as the cotangent
-of a zero array, the layer's probe.
+The model holds no DP code. While a loss is traced for one example, `nn.intercept_methods` hands each call of
+such a layer to an interceptor, which marks what it reads (`wtdp_jax.reads`) or taps it (`wtdp_jax.taps`).
 
 Probes travel inside the params dict, under a key beside the layer's own leaves. So they reach the layer
 through `nn.scan`, `nn.remat`, `nn.vmap` or a user's own slicing, sliced along with the leaves they belong to;
@@ -14,8 +12,8 @@ a layer without a probe is not tapped.
 
 import contextlib
 import dataclasses
-import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -27,8 +25,9 @@ from flax.linen.dtypes import promote_dtype
 from jax import Array
 
 from wtdp_jax import rules
+from wtdp_jax.lm_head import Head, LossEmbed, promoted
 
-Kind = Literal["dense", "norm", "embed", "attend"]
+Kind = Literal["dense", "norm", "embed", "attend", "dense_loss", "attend_loss"]
 
 # Which leaves a layer of each kind reads, and how many axes each has when it is not stacked.
 LEAF_RANKS: Mapping[Kind, Mapping[str, int]] = {
@@ -36,7 +35,12 @@ LEAF_RANKS: Mapping[Kind, Mapping[str, int]] = {
     "norm": {"scale": 1, "bias": 1},
     "embed": {"embedding": 2},
     "attend": {"embedding": 2},
+    "dense_loss": {"kernel": 2},
+    "attend_loss": {"embedding": 2},
 }
+
+# Heads that give a loss in place of logits, by what they do with their logits otherwise.
+WITHOUT_LOSS: Mapping[Kind, Kind] = {"dense_loss": "dense", "attend_loss": "attend"}
 
 # Ids leave a tap as float32, which is exact up to here.
 MAX_NUM_EMBEDDINGS = 2**24
@@ -66,16 +70,22 @@ def layer_kind(module: nn.Module, method: str, args: tuple, kwargs: dict) -> Kin
     Exact types only: a subclass may compute something else. So may a layer with its own product or other
         axes.
     """
+    if method == "weighted_loss" and type(module) in (LossEmbed, Head):
+        # One loss, which is linear in one cotangent: of one example, however the loss function holds it.
+        alone = len(args) == 3 and not kwargs and math.prod(args[0].shape[:-2]) == 1
+        return ("attend_loss" if type(module) is LossEmbed else "dense_loss") if alone else None
     if kwargs or len(args) != 1:
         return None
+    if type(module) is Head and method == "__call__":
+        return "dense"
     if type(module) is nn.Dense and method == "__call__":
         custom = module.dot_general is not None or module.dot_general_cls is not None
         return None if custom or module.promote_dtype is not promote_dtype else "dense"
     if type(module) in (nn.LayerNorm, nn.RMSNorm) and method == "__call__":
         last_axis = module.reduction_axes == -1 and module.feature_axes == -1
         return "norm" if last_axis and module.axis_name is None else None
-    if type(module) is nn.Embed and module.num_embeddings <= MAX_NUM_EMBEDDINGS:
-        plain = module.promote_dtype is promote_dtype
+    if type(module) in (nn.Embed, LossEmbed) and module.num_embeddings <= MAX_NUM_EMBEDDINGS:
+        plain = type(module) is LossEmbed or module.promote_dtype is promote_dtype
         if method in ("__call__", "attend") and plain:
             return "embed" if method == "__call__" else "attend"
     return None
@@ -101,7 +111,14 @@ def example_loss(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of a layer, as an interceptor sees it: inside scan and vmap, so for one slice and one lane."""
+    """One call of a layer, as an interceptor sees it: inside scan and vmap, so for one slice and one lane.
+
+    Attributes:
+        kind: what it is.
+        module: the layer, unbound.
+        inputs: its inputs, or their shape.
+        outputs: the shape of its outputs; for a head that gives a loss, of the logits that it has.
+    """
 
     kind: Kind
     module: nn.Module
@@ -119,13 +136,24 @@ class Call:
         """Whether an embedding's ids are known, while tracing, to be distinct, as positions are."""
         if self.kind != "embed" or not isinstance(self.inputs, np.ndarray):
             return False
-        return bool(np.unique(_rows(self.inputs, self.module.num_embeddings)).size == self.inputs.size)
+        return bool(np.unique(token_rows(self.inputs, self.module.num_embeddings)).size == self.inputs.size)
 
 
-def describe(kind: Kind, module: nn.Module, x: Any, y: Array) -> Call:
-    """A layer's call, without the values of its inputs unless they are a NumPy array, known while tracing."""
+def describe(kind: Kind, module: nn.Module, x: Any, y: Any, params: Mapping) -> Call:
+    """A layer's call, without the values of its inputs unless they are a NumPy array, known while tracing.
+
+    Args:
+        kind: its kind.
+        module: the layer.
+        x: its (first) input.
+        y: its output.
+        params: its leaves.
+    """
     inputs = x if isinstance(x, np.ndarray) else jax.ShapeDtypeStruct(x.shape, x.dtype)
     outputs = jax.ShapeDtypeStruct(y.shape, y.dtype)
+    if kind in WITHOUT_LOSS:
+        inner, matrix = promoted(module, x, params)
+        outputs = jax.ShapeDtypeStruct((*x.shape[:-1], matrix.shape[0]), inner.dtype)
     return Call(kind=kind, module=module.clone(parent=None), inputs=inputs, outputs=outputs)
 
 
@@ -146,7 +174,7 @@ def record(call: Call, d: Array) -> dict[str, Array]:
     wide = rules.accumulation_dtype(d.dtype)
     flat = d.reshape(call.positions, d.shape[-1])
     if call.kind == "embed":
-        ids = _rows(jnp.asarray(call.inputs), call.module.num_embeddings).reshape(-1)
+        ids = token_rows(jnp.asarray(call.inputs), call.module.num_embeddings).reshape(-1)
         # jnp.take gives NaN, and no gradient, for an id outside the table.
         inside = (ids >= 0) & (ids < call.module.num_embeddings)
         return {"ids": ids.astype(jnp.float32), "d": jnp.where(inside[:, None], flat, 0)}
@@ -161,17 +189,7 @@ def record(call: Call, d: Array) -> dict[str, Array]:
     return {"a": inputs.reshape(call.positions, inputs.shape[-1]), "d": flat}
 
 
-def record_shapes(call: Call) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of `record`."""
-    inputs = jax.ShapeDtypeStruct(np.shape(call.inputs), jnp.result_type(call.inputs))
-
-    def shaped(inputs: Array, d: Array) -> dict[str, Array]:
-        return record(dataclasses.replace(call, inputs=inputs), d)
-
-    return jax.eval_shape(shaped, inputs, call.outputs)
-
-
-def _rows(ids: Any, num_embeddings: int) -> Any:
+def token_rows(ids: Any, num_embeddings: int) -> Any:
     """The rows that ids name: negative ones count from the end, and a table of one row is broadcast."""
     ids = ids.astype("int32")
     return ids * 0 if num_embeddings == 1 else ids + num_embeddings * (ids < 0)
@@ -183,72 +201,6 @@ def _normalized(module: nn.Module, x: Array, dtype: jnp.dtype) -> Array:
     return module.clone(parent=None, dtype=dtype, **off).apply({}, x)
 
 
-# ---- taps -------------------------------------------------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tap(emit: Callable, y: Array, inputs: Array, probe: Any) -> Array:
-    """Y itself; backward, the probe's cotangent is emit(inputs, d)."""
-    return y
-
-
-_tap.defvjp(
-    lambda emit, y, inputs, probe: (y, inputs),
-    lambda emit, inputs, d: (d, None, emit(inputs, d)),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tap_embedding(emit: Callable, y: Array, inputs: Array, side: Array, probe: Any) -> tuple[Array, Array]:
-    """Y, and the side array for the head's tap; backward, emit(inputs, d, the side's cotangent)."""
-    return y, side
-
-
-_tap_embedding.defvjp(
-    lambda emit, y, inputs, side, probe: ((y, side), inputs),
-    lambda emit, inputs, cotangents: (cotangents[0], None, None, emit(inputs, *cotangents)),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tap_head(emit: Callable, y: Array, inputs: Array, ids: Array, side: Array, probe: Any) -> Array:
-    """Y itself; backward, emit(inputs, ids, d) gives the probe's and the side's cotangents."""
-    return y
-
-
-def _tap_head_backward(emit: Callable, residuals: tuple, d: Array) -> tuple:
-    to_probe, to_side = emit(*residuals, d)
-    return d, None, None, to_side, to_probe
-
-
-_tap_head.defvjp(lambda emit, y, inputs, ids, side, probe: (y, (inputs, ids)), _tap_head_backward)
-
-
-# A weighed layer computes its output twice: from constant leaves, and from constant inputs. The second is
-# never evaluated, only differentiated.
-@jax.custom_vjp
-def _weigh(y: Array, own: Array, factor: Array) -> Array:
-    """Y itself; backward, the cotangent of the same output as a function of the leaves alone is scaled."""
-    return y
-
-
-_weigh.defvjp(
-    lambda y, own, factor: (y, factor),
-    lambda factor, d: (d, factor * d.astype(factor.dtype), None),
-)
-
-
-def _one_per_example(y: Array, probe: Any) -> Array:
-    """`y`, made to depend on the probe, which every example has its own of.
-
-    What does not depend on the example, such as position embeddings, is computed once for the whole batch
-    under vmap, and its cotangent would be summed over the examples before a tap sees it. What is added is
-    zero.
-    """
-    first = jax.lax.stop_gradient(jax.tree.leaves(probe)[0]).reshape(-1)[:1]
-    return y + first.reshape((1,) * y.ndim).astype(y.dtype)
-
-
 # ---- interceptors -----------------------------------------------------------------------------------------
 
 
@@ -257,20 +209,6 @@ class Probe(NamedTuple):
 
     layer: int
     value: Any
-
-
-class Weighed(NamedTuple):
-    """A probe's value where the layer's own gradient is to be weighed.
-
-    Attributes:
-        emitted: zeros, whose cotangents are what the tap emits.
-        factor: the weight of the example's gradient.
-        leaves: the layer's leaves once more, by name. They are differentiated in place of those in params.
-    """
-
-    emitted: Any
-    factor: Any
-    leaves: Mapping[str, Any]
 
 
 class Interceptor:
@@ -289,111 +227,20 @@ class Interceptor:
         if key is None:
             return next_fun(*args, **kwargs)
         index = int(key.removeprefix(_PROBE_KEY).partition("_")[0])
-        return self.layer(kind, context.module, args[0], params, Probe(index, params[key]), next_fun)
+        return self.layer(kind, context.module, args, params, Probe(index, params[key]), next_fun)
 
     def layer(
-        self, kind: Kind, module: nn.Module, x: Any, params: Mapping, probe: Probe, next_fun: Callable
+        self, kind: Kind, module: nn.Module, args: tuple, params: Mapping, probe: Probe, next_fun: Callable
     ) -> Array:
         """The output of one supported layer that has a probe."""
         raise NotImplementedError
 
-    def run(self, kind: Kind, module: nn.Module, x: Any, params: Mapping) -> Array:
+    def run(self, kind: Kind, module: nn.Module, args: tuple, params: Mapping) -> Array:
         """The layer's own method, with other values for its parameters."""
         leaves = {name: params[name] for name in LEAF_RANKS[kind] if name in params}
-        method = "attend" if kind == "attend" else "__call__"
+        method = "weighted_loss" if kind in WITHOUT_LOSS else "attend" if kind == "attend" else "__call__"
         self._inside = True
         try:
-            return module.clone(parent=None).apply({"params": leaves}, x, method=method)
+            return module.clone(parent=None).apply({"params": leaves}, *args, method=method)
         finally:
             self._inside = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Link:
-    """How the two taps of a matrix that is embedding and head work together, by a side array.
-
-    The embedding's tap sends a side array forward to the head's; backward, the head's tap returns
-    something made of its activations and backprops as the side's cotangent, and the embedding's tap sees
-    that.
-
-    Attributes:
-        side_shape: the side array's shape, given the embedding's call.
-        embedding: (call, d, side's cotangent) -> cotangents of the probe's "embedding" and "cross".
-        head: (call, ids, d) -> cotangents of the probe's "head" and of the side array.
-    """
-
-    side_shape: Callable[[Call], tuple[int, ...]]
-    embedding: Callable[[Call, Array, Array], tuple[Any, Any]]
-    head: Callable[[Call, Array, Array], tuple[Any, Array]]
-
-
-class Tap(Interceptor):
-    """Taps every layer with a probe.
-
-    The probe of a matrix that is embedding and head has the parts "embedding", "head" and, if linked,
-    "cross". If it is `Weighed`, each of the two uses has its own factor.
-
-    Args:
-        emit: (index, call, d) -> the probe's cotangent.
-        tied: indices of the layers that are embedding and head.
-        link: what the two taps of such a layer emit; None: `emit`, each for itself.
-    """
-
-    def __init__(
-        self,
-        emit: Callable[[int, Call, Array], Any],
-        tied: frozenset[int],
-        link: Link | None = None,
-    ) -> None:
-        super().__init__()
-        self._emit = emit
-        self._tied = tied
-        self._link = link
-        self._embedded: dict[int, tuple[Array, Array]] = {}  # ids and side array, from embedding to head
-
-    def layer(
-        self, kind: Kind, module: nn.Module, x: Any, params: Mapping, probe: Probe, next_fun: Callable
-    ) -> Array:
-        """The layer's output, tapped."""
-        index, value = probe
-        use = "embedding" if kind == "embed" else "head"
-        inputs = jax.lax.stop_gradient(jnp.asarray(x))  # one array, for JAX to keep it once
-        y = next_fun(x)
-        if isinstance(value, Weighed):
-            factor = value.factor[use] if index in self._tied else value.factor
-            own = self.run(kind, module, inputs, {**params, **value.leaves})
-            value = value.emitted
-            y = _weigh(_one_per_example(y, value), _one_per_example(own, value), factor)
-        else:
-            y = _one_per_example(y, value)
-        call = describe(kind, module, x, y)
-        if index in self._tied and self._link is not None:
-            return self._linked(self._link, call, y, inputs, Probe(index, value))
-        if index in self._tied:
-            value = value[use]
-        emit = _reading_residuals(functools.partial(self._emit, index), call)
-        return _tap(emit, y, inputs, value)
-
-    def _linked(self, link: Link, call: Call, y: Array, inputs: Array, probe: Probe) -> Array:
-        index, value = probe
-        if call.kind == "embed":
-            # Its values are never read, but it must have every batch axis that y has.
-            first = jax.lax.stop_gradient(y).reshape(-1)[0].astype(rules.accumulation_dtype(y.dtype))
-            side = jnp.broadcast_to(first, link.side_shape(call))
-            emit = _reading_residuals(link.embedding, call)
-            y, side = _tap_embedding(emit, y, inputs, side, (value["embedding"], value["cross"]))
-            self._embedded[index] = (_rows(inputs, call.module.num_embeddings).reshape(-1), side)
-            return y
-        return _tap_head(
-            _reading_residuals(link.head, call), y, inputs, *self._embedded[index], value["head"]
-        )
-
-
-def _reading_residuals(emit: Callable, call: Call) -> Callable:
-    """`emit` on the call with its inputs taken from the tap's residuals, unless they are known numbers."""
-
-    def emitted(inputs: Array, *cotangents: Array) -> Any:
-        known = isinstance(call.inputs, np.ndarray)
-        return emit(call if known else dataclasses.replace(call, inputs=inputs), *cotangents)
-
-    return emitted

@@ -35,8 +35,9 @@ class TrainConfig:
     dropout: float = 0.0
     """Dropout rate while training, in [0, 1)."""
 
-    remat: bool = False
-    """Whether blocks recompute cheap activations in the backward pass, to save memory."""
+    remat: bool | Literal["full"] = False
+    """What the backward pass computes again to save memory: False, nothing; True, what is cheap in each
+    block; full, the dense layers too."""
 
     prompt: str | None = None
     """Prompt in place of the task's, with a {column} for each text, ending where the label word follows."""

@@ -29,7 +29,8 @@ class Layer:
 
     Attributes:
         path: the module's path in params, "h/c_fc"; "" for a module that is the whole model.
-        kind: "dense", "norm", "embed", "attend" (an embedding used as head only) or "tied" (as both).
+        kind: its call's, "dense", "norm", "embed", "attend" (an embedding used as head only) and, for heads
+            that give a loss, "dense_loss" and "attend_loss"; or "tied" (as embedding and as head).
         leaves: names of its trainable leaves, "kernel" and the like.
         stack: shape of the leading axes along which the module is stacked, () or (L,) under nn.scan.
         calls: its call, or embedding's and head's, for one slice and one example.
@@ -180,10 +181,11 @@ def _objection(path: str, reads: Reads, of_probe: list[Read], index: int) -> str
         return "the loss differentiates through its layer"
     if len(own) == 1:
         return None
-    if [reads.calls[read.call].kind for read in own] != ["embed", "attend"]:
+    kinds = [reads.calls[read.call].kind for read in own]
+    if kinds[0] != "embed" or kinds[1:] not in (["attend"], ["attend_loss"]):
         return f"{len(own)} layer calls read it"
     # The taps link the latest embedding to the head; a call whose output is unused would take its place.
-    if any(reads.seen[index, kind] > 1 for kind in ("embed", "attend")):
+    if any(reads.seen[index, kind] > 1 for kind in kinds):
         return "embedding or head is called again where its output is not used"
     embed, attend = own
     if attend.within[: len(embed.within)] != embed.within:

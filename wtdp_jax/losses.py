@@ -64,8 +64,11 @@ def label_word_loss(model: nn.Module, label_ids: Sequence[int]) -> LossFn:
 def lm_loss(model: nn.Module) -> LossFn:
     """Weighted mean cross-entropy over the tokens of each example.
 
+    The model forms the mean itself, from weights that sum to 1, because one number an example, and not one a
+    token, is what lets it do without whole logits: see `wtdp_jax.lm_head`.
+
     Args:
-        model: has a method ``token_losses(ids) -> (B, T)``, see `wtdp_jax.models.GPT2.token_losses`.
+        model: has a method ``weighted_loss(ids, weights) -> (B,)``, see `wtdp_jax.models.GPT2.weighted_loss`.
 
     Returns:
         A loss of batches {"ids" (B, T) int32, "weights" (B, T) float}: weights[:, t] is the weight of
@@ -73,10 +76,11 @@ def lm_loss(model: nn.Module) -> LossFn:
     """
 
     def loss_fn(params: Any, batch: Batch) -> Float[Array, " B"]:
-        losses = _apply(model, params, batch, "ids", method="token_losses")[:, 1:]
-        weights = batch["weights"][:, 1:].astype(losses.dtype)
-        total = jnp.sum(weights, -1)
-        return jnp.sum(weights * losses, -1) / jnp.where(total == 0, 1, total)
+        weights = batch["weights"]
+        weights = weights.astype(jnp.promote_types(jnp.float32, weights.dtype))
+        total = jnp.sum(weights[:, 1:], -1, keepdims=True)
+        mean = dict(batch) | {"weights": weights / jnp.where(total == 0, 1, total)}
+        return _apply(model, params, mean, "ids", "weights", method="weighted_loss")
 
     return loss_fn
 

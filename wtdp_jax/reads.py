@@ -148,7 +148,7 @@ class _Mark(capture.Interceptor):
         self,
         kind: capture.Kind,
         module: nn.Module,
-        x: Any,
+        args: tuple,
         params: Mapping,
         probe: capture.Probe,
         next_fun: Callable,
@@ -159,7 +159,7 @@ class _Mark(capture.Interceptor):
         marked = {
             name: _mark.bind(
                 params[name],
-                jnp.asarray(x),
+                jnp.asarray(args[0]),
                 probe.value,
                 call=call,
                 reader=name,
@@ -170,8 +170,8 @@ class _Mark(capture.Interceptor):
             for name, rank in capture.LEAF_RANKS[kind].items()
             if name in params
         }
-        y = self.run(kind, module, x, marked)
-        self.calls.append(capture.describe(kind, module, x, y))
+        y = self.run(kind, module, args, marked)
+        self.calls.append(capture.describe(kind, module, args[0], y, params))
         return y
 
 

@@ -11,7 +11,7 @@ closed form: Ding et al. 2024, arXiv 2405.18194).
 
 Rounding may only over-clip. A computed norm that is too small would let the clipped gradient exceed the
 sensitivity, so every rule adds ``SLACK_ULPS`` units in the last place of the sum of the squared norms of its
-parts, see `_rounded_up`.
+parts, see `rounded_up`.
 """
 
 from typing import Literal
@@ -68,7 +68,7 @@ def dense_squared_norm(a: Float[Array, "T I"], d: Float[Array, "T O"]) -> Float[
         total = jnp.sum(_dot(a, a.T) * _dot(d, d.T))
     else:
         total = _tiled_squared_norm(a, d)
-    return _rounded_up(total, jnp.sum(parts))
+    return rounded_up(total, jnp.sum(parts))
 
 
 def bias_squared_norm(d: Float[Array, "T O"]) -> Float[Array, ""]:
@@ -77,21 +77,21 @@ def bias_squared_norm(d: Float[Array, "T O"]) -> Float[Array, ""]:
     return summed_squared_norm(jnp.sum(d, 0), squared_norm(d))
 
 
-def summed_squared_norm(g: Float[Array, " O"], parts: Float[Array, ""]) -> Float[Array, ""]:
+def summed_squared_norm(g: Float[Array, "..."], parts: Float[Array, ""]) -> Float[Array, ""]:
     """||g||^2 of a gradient that is already summed over positions, rounded up.
 
     Args:
         g: the sum over positions, e.g. of xhat_t * d_t for a LayerNorm's scale.
         parts: the sum over positions of the squared norms of what was summed.
     """
-    return _rounded_up(squared_norm(g), parts)
+    return rounded_up(squared_norm(g), parts)
 
 
 def embedding_squared_norm(ids: Int[Array, " T"], d: Float[Array, "T D"]) -> Float[Array, ""]:
     """sum_{t,s} [x_t = x_s] d_t . d_s: an embedding, where a row's gradient is summed over its tokens."""
     d = _wide(d)
     same = (ids[:, None] == ids[None, :]).astype(d.dtype)
-    return _rounded_up(jnp.sum(same * _dot(d, d.T)), squared_norm(d))
+    return rounded_up(jnp.sum(same * _dot(d, d.T)), squared_norm(d))
 
 
 def distinct_embedding_squared_norm(d: Float[Array, "T D"]) -> Float[Array, ""]:
@@ -145,11 +145,11 @@ def tied_squared_norm(
         return separate + 2 * jnp.sqrt(squared_in) * jnp.sqrt(squared_out)
     if tied_norm == "cross_term":
         # Where g_in is nearly -g_out the three terms can sum to a negative number.
-        return _rounded_up(jnp.maximum(separate + 2 * cross, 0), separate)
+        return rounded_up(jnp.maximum(separate + 2 * cross, 0), separate)
     return separate
 
 
-def _rounded_up(total: Array, parts: Array) -> Array:
+def rounded_up(total: Array, parts: Array) -> Array:
     """`total` raised by more than its rounding error, given the sum of its parts' squared norms."""
     return total + SLACK_ULPS * jnp.finfo(total.dtype).eps * parts
 
@@ -166,5 +166,9 @@ def _tiled_squared_norm(a: Array, d: Array) -> Array:
     """||a^T d||^2, a few columns of `a` at a time."""
     tile = -(-a.shape[1] // _TILES)
     padded = jnp.pad(a, ((0, 0), (0, tile * _TILES - a.shape[1])))
-    tiles = jnp.moveaxis(padded.reshape(a.shape[0], _TILES, tile), 1, 0)
-    return jnp.sum(jax.lax.map(lambda columns: squared_norm(_dot(columns.T, d)), tiles))
+
+    def of_tile(number: Array) -> Array:
+        columns = jax.lax.dynamic_slice_in_dim(padded, number * tile, tile, axis=1)
+        return squared_norm(_dot(columns.T, d))
+
+    return jnp.sum(jax.lax.map(of_tile, jnp.arange(_TILES)))

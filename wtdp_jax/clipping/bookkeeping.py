@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wtdp_jax import capture
-from wtdp_jax.clipping import layers, tapped
+from wtdp_jax import taps
+from wtdp_jax.clipping import layers, records, tapped
 from wtdp_jax.clipping.factors import Factors, Group
 from wtdp_jax.clipping.job import Job, Outcome, Params
 from wtdp_jax.coverage import Coverage, Layer
@@ -29,52 +29,60 @@ def bookkeeping(job: Job) -> Outcome:
         tapped.zero_probes(coverage.layers, _probe_shapes, job.num_rows),
         tapped.copies(split.uncovered, job.num_rows),
     )
-    records, gradients = backward(jnp.ones_like(losses))
+    kept, gradients = backward(jnp.ones_like(losses))
 
     squared = {
         Group(layer.path, layer.stack): _squared_norms(layer, record, job)
-        for layer, record in zip(coverage.layers, records, strict=True)
+        for layer, record in zip(coverage.layers, kept, strict=True)
     }
     clipped, uncovered_sum = tapped.clip(job, coverage, split, squared, gradients)
-    covered_sum = _weighted_sums(coverage, records, clipped, like=split.covered)
+    covered_sum = _weighted_sums(coverage, kept, clipped, like=split.covered)
     return job.outcome(tapped.join(split, covered_sum, uncovered_sum), losses, clipped.norm)
 
 
-def _record_taps(coverage: Coverage) -> capture.Tap:
+def _record_taps(coverage: Coverage) -> taps.Tap:
     """Taps that emit records."""
     tied = tapped.tied_indices(coverage.layers)
-    return capture.Tap(lambda index, call, d: capture.record(call, d), tied)
+    loss_heads = taps.LossHeads(
+        whole_logits=records.has_whole_logits, hold=lambda tied: True, emit=records.of_loss
+    )
+    return taps.Tap(lambda index, call, d: records.of_call(call, d), tied, loss_heads)
 
 
 def _probe_shapes(layer: Layer) -> Any:
-    shapes = [capture.record_shapes(call) for call in layer.calls]
-    return {"embedding": shapes[0], "head": shapes[1]} if layer.kind == "tied" else shapes[0]
+    if layer.kind != "tied":
+        return records.shapes(layer.calls[0], num_tokens=None)
+    embed, head = layer.calls
+    return {
+        "embedding": records.shapes(embed, num_tokens=None),
+        "head": records.shapes(head, num_tokens=embed.positions),
+    }
 
 
-def _squared_norms(layer: Layer, records: Any, job: Job) -> Array:
+def _squared_norms(layer: Layer, kept: Any, job: Job) -> Array:
     """Squared norms (B, *stack) from records (*stack, B, ...)."""
 
-    def of_slice(records: Any) -> Array:
-        return jax.vmap(lambda record: layers.squared_norm(layer, record, job.tied_norm))(records)
+    def of_slice(kept: Any) -> Array:
+        return jax.vmap(lambda record: layers.squared_norm(layer, record, job.tied_norm))(kept)
 
-    return jnp.moveaxis(_slice_by_slice(of_slice, layer)(records), -1, 0)
+    return jnp.moveaxis(_slice_by_slice(of_slice, layer)(kept), -1, 0)
 
 
-def _weighted_sums(coverage: Coverage, records: list[Any], clipped: Factors, like: Params) -> Params:
+def _weighted_sums(coverage: Coverage, kept: list[Any], clipped: Factors, like: Params) -> Params:
     """The weighted sums of all covered leaves, a tree like `like`."""
 
     def finite(x: Array) -> Array:
         # A factor of 0 is not enough for a row that does not count: 0 x NaN is NaN.
         return jnp.where(clipped.counts.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0)
 
-    def sums_of(layer: Layer, records: Any) -> dict[str, Array]:
+    def sums_of(layer: Layer, kept: Any) -> dict[str, Array]:
         def of_slice(inputs: tuple[Any, Array]) -> dict[str, Array]:
             return layers.gradient_sums(layer, jax.tree.map(finite, inputs[0]), inputs[1])
 
         weights = jnp.moveaxis(clipped.factors[Group(layer.path, layer.stack)], 0, -1)
-        return _slice_by_slice(of_slice, layer)((records, weights))
+        return _slice_by_slice(of_slice, layer)((kept, weights))
 
-    sums = [sums_of(*pair) for pair in zip(coverage.layers, records, strict=True)]
+    sums = [sums_of(*pair) for pair in zip(coverage.layers, kept, strict=True)]
     return tapped.by_layer(coverage, sums, like)
 
 

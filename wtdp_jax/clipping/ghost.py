@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wtdp_jax import capture, rules
+from wtdp_jax import capture, rules, taps
 from wtdp_jax.clipping import factors, layers, rows, tapped
 from wtdp_jax.clipping.factors import Factors
 from wtdp_jax.clipping.job import Job, Outcome, Params
 from wtdp_jax.coverage import Coverage, Layer
+from wtdp_jax.head_rules import HeadStatistics
 from wtdp_jax.trees import leaf_name, leaf_paths
 
 
@@ -92,7 +93,7 @@ def _two_passes(job: Job, coverage: Coverage) -> Outcome:
 
     def losses_fn(leaves: list[Any], emitted: list[Any], copies: Params, *factors: Array) -> Array:
         parts = zip(emitted, jax.tree.unflatten(structure, factors), leaves, strict=True)
-        return losses_of(split.covered, [capture.Weighed(*part) for part in parts], copies)
+        return losses_of(split.covered, [taps.Weighed(*part) for part in parts], copies)
 
     by_path = leaf_paths(split.covered)
     leaves = [{leaf_name(path): by_path[path] for path in layer.leaf_paths} for layer in coverage.layers]
@@ -111,7 +112,11 @@ def _two_passes(job: Job, coverage: Coverage) -> Outcome:
     if weighed is None:
         _, weighed = jax.vjp(losses_fn, *arguments, *jax.tree.leaves(factors_of))
     fine = jnp.any(clipped.counts) & jnp.all(clipped.counts | job.is_padding)
-    sums = jax.tree.map(lambda total: jnp.where(fine, total, 0), weighed(ones)[0])
+    sums = [
+        # An embedding's sum is finite as it is, see `wtdp_jax.taps`, and its table too large to be copied.
+        of_layer if layer.kind == "embed" else jax.tree.map(lambda total: jnp.where(fine, total, 0), of_layer)
+        for layer, of_layer in zip(coverage.layers, weighed(ones)[0], strict=True)
+    ]
     covered_sum = tapped.by_layer(coverage, sums, like=split.covered)
     return job.outcome(tapped.join(split, covered_sum, uncovered_sum), losses, clipped.norm)
 
@@ -131,17 +136,30 @@ def _probe_shapes(layer: Layer, job: Job) -> Any:
     return dict.fromkeys(("embedding", "head", "cross") if _linked(job) else ("embedding", "head"), scalar)
 
 
-def _norm_taps(coverage: Coverage, job: Job) -> capture.Tap:
+def _norm_taps(coverage: Coverage, job: Job) -> taps.Tap:
     """Taps that emit squared norms."""
 
     def emit(index: int, call: capture.Call, d: Array) -> Array:
         return layers.call_squared_norm(call, coverage.layers[index].leaves, capture.record(call, d))
 
+    def emit_of_loss(statistics: HeadStatistics, g: Array) -> tuple[Array, Array | None]:
+        squared_norm = jnp.square(g) * statistics.squared_norm
+        if statistics.rows is None or not _linked(job):
+            return squared_norm, None
+        if statistics.gradient is not None:
+            return jnp.zeros_like(g), g * statistics.gradient
+        return squared_norm, g * statistics.rows
+
+    loss_heads = taps.LossHeads(
+        whole_logits=lambda call: False,
+        hold=lambda tied: tied and job.tied_norm == "materialize",
+        emit=emit_of_loss,
+    )
     links = {"cross_term": _cross_term_link(), "materialize": _materializing_link()}
-    return capture.Tap(emit, tapped.tied_indices(coverage.layers), links.get(job.tied_norm))
+    return taps.Tap(emit, tapped.tied_indices(coverage.layers), loss_heads, links.get(job.tied_norm))
 
 
-def _cross_term_link() -> capture.Link:
+def _cross_term_link() -> taps.Link:
     """The side array carries the rows of the head's gradient that the tokens name, (T, D)."""
 
     def embedding(call: capture.Call, d: Array, rows: Array) -> tuple[Array, Array]:
@@ -154,12 +172,12 @@ def _cross_term_link() -> capture.Link:
         rows = rules.head_gradient_rows(ids, record["a"], record["d"])
         return layers.call_squared_norm(call, ("embedding",), record), rows
 
-    return capture.Link(
+    return taps.Link(
         side_shape=lambda call: (call.positions, call.module.features), embedding=embedding, head=head
     )
 
 
-def _materializing_link() -> capture.Link:
+def _materializing_link() -> taps.Link:
     """The side array carries the head's gradient itself, (V, D), to which the embedding's is added."""
 
     def embedding(call: capture.Call, d: Array, head_gradient: Array) -> tuple[Array, Array]:
@@ -171,7 +189,7 @@ def _materializing_link() -> capture.Link:
         gradient = layers.head_gradient(capture.record(call, d))
         return jnp.zeros((), gradient.dtype), gradient
 
-    return capture.Link(
+    return taps.Link(
         side_shape=lambda call: (call.module.num_embeddings, call.module.features),
         embedding=embedding,
         head=head,

@@ -30,7 +30,8 @@ def squared_norm(layer: Layer, record: Record, tied_norm: TiedNorm) -> Array:
     if tied_norm == "materialize":
         return rules.squared_norm(joint_gradient(embedding, head_gradient(head)))
     if tied_norm == "cross_term":
-        cross = rules.cross_term(embedding["d"], rules.head_gradient_rows(ids, head["a"], head["d"]))
+        rows = head["rows"] if "rows" in head else rules.head_gradient_rows(ids, head["a"], head["d"])
+        cross = rules.cross_term(embedding["d"], rows)
     squared_in = call_squared_norm(embed, layer.leaves, embedding)
     squared_out = call_squared_norm(attend, layer.leaves, head)
     return rules.tied_squared_norm(squared_in, squared_out, cross, tied_norm)
@@ -43,12 +44,14 @@ def call_squared_norm(call: capture.Call, leaves: tuple[str, ...], record: Recor
 
 
 def _leaf_squared_norm(call: capture.Call, name: str, record: Record) -> Array:
-    if call.kind == "norm":
-        return rules.summed_squared_norm(record[name], record[f"{name}_parts"])
     if call.kind == "embed" and call.distinct_ids:
         return rules.distinct_embedding_squared_norm(record["d"])
     if call.kind == "embed":
         return rules.embedding_squared_norm(_ids(record), record["d"])
+    if "squared_norm" in record:
+        return record["squared_norm"]
+    if f"{name}_parts" in record:
+        return rules.summed_squared_norm(record[name], record[f"{name}_parts"])
     if name == "bias":
         return rules.bias_squared_norm(record["d"])
     return rules.dense_squared_norm(record["a"], record["d"])
@@ -75,10 +78,12 @@ def gradient_sums(layer: Layer, records: Record, factors: Array) -> dict[str, Ar
 
 def gradient_sums_of_call(call: capture.Call, records: Record, factors: Array) -> dict[str, Array]:
     """`gradient_sums` for one call of a layer; all leaves that such a layer can have."""
-    if call.kind == "norm":
-        return {
-            name: jnp.tensordot(factors, records[name], 1, precision=_HIGHEST) for name in ("scale", "bias")
-        }
+    if "gradient" in records:
+        weighted = jnp.tensordot(factors * records["g"], records["gradient"], 1, precision=_HIGHEST)
+        return {"embedding": weighted, "kernel": weighted.T}
+    summed = [name for name in ("scale", "kernel", "bias") if f"{name}_parts" in records]
+    if summed:
+        return {name: jnp.tensordot(factors, records[name], 1, precision=_HIGHEST) for name in summed}
     if call.kind == "embed":
         d = records["d"]
         empty = jnp.zeros((call.module.num_embeddings, d.shape[-1]), rules.accumulation_dtype(d.dtype))
@@ -96,6 +101,8 @@ def joint_gradient(embedding: Record, head: Array) -> Array:
 
 def head_gradient(record: Record) -> Array:
     """One example's gradient of the head, (V, D)."""
+    if "gradient" in record:
+        return record["g"] * record["gradient"]
     wide = rules.accumulation_dtype(record["d"].dtype)
     return jnp.dot(record["d"].astype(wide).T, record["a"].astype(wide), precision=_HIGHEST)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wtdp_jax import capture
+from wtdp_jax import capture, taps
 from wtdp_jax.clipping import factors
 from wtdp_jax.clipping.job import Job, Params
 from wtdp_jax.coverage import Coverage, Layer
@@ -98,8 +98,8 @@ def tapped_losses(
 def _batch_axes(layer: Layer, probe: Any) -> Any:
     """The batch axis of a layer's probe comes after those of its stack; the leaves in one have none."""
     axis = len(layer.stack)
-    if isinstance(probe, capture.Weighed):
-        return capture.Weighed(emitted=axis, factor=axis, leaves=dict.fromkeys(probe.leaves))
+    if isinstance(probe, taps.Weighed):
+        return taps.Weighed(emitted=axis, factor=axis, leaves=dict.fromkeys(probe.leaves))
     return axis
 
 

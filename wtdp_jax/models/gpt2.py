@@ -5,18 +5,22 @@ Dimension key: B examples, T tokens, D width, H heads, K features a head, V voca
 The tie is one flag, `GPT2Config.tie_embeddings`: the head is either `wte.attend`, which multiplies by the
 embedding itself, or a bias-free dense layer that starts as a copy of it. Nothing here knows of privacy. The
 model only keeps two promises that per-example gradients lean on: parameters are used through calls of
-`nn.Dense`, `nn.LayerNorm` and `nn.Embed` alone, and no operation mixes examples.
+`nn.Dense`, `nn.LayerNorm`, `LossEmbed` and `Head` alone, and no operation mixes examples.
 """
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
+
+from wtdp_jax.lm_head import Head, LossEmbed, cross_entropy
+from wtdp_jax.models.attention import causal_attention, causal_attention_by_example
 
 INIT_STDDEV = 0.02
 """Standard deviation of every weight matrix at initialization (Radford et al. 2019)."""
@@ -42,8 +46,10 @@ class GPT2Config:
       n_layer: number of blocks.
       n_head: attention heads a block; must divide `n_embd`.
       tie_embeddings: whether the output head is the input embedding.
-      remat: whether the backward pass recomputes what is cheap in each block (LayerNorm, gelu, attention)
-        instead of keeping it.
+      remat: what the backward pass computes again instead of keeping it. False: nothing; True: what is cheap
+        in each block (LayerNorm, gelu, attention); "full": the dense layers too, so that three arrays of the
+        residual stream's size are all that a block keeps. With either, long sequences have their attention
+        scores formed one example at a time.
       dropout: rate on embeddings, attention weights and residual branches; only with `deterministic=False`.
       layer_norm_epsilon: added to the variance in every LayerNorm.
     """
@@ -54,7 +60,7 @@ class GPT2Config:
     n_layer: int
     n_head: int
     tie_embeddings: bool = True
-    remat: bool = False
+    remat: bool | Literal["full"] = False
     dropout: float = 0.0
     layer_norm_epsilon: float = 1e-5
 
@@ -64,6 +70,8 @@ class GPT2Config:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
+        if self.remat not in (False, True, "full"):
+            raise ValueError(f'remat must be False, True or "full", got {self.remat!r}')
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if not 0.0 < self.layer_norm_epsilon < math.inf:
@@ -99,12 +107,25 @@ class Block(nn.Module):
         drop = nn.Dropout(config.dropout, deterministic=deterministic)
 
         q, k, v = jnp.split(_dense(3 * config.n_embd, "c_attn")(_layer_norm(config, "ln_1")(x)), 3, axis=-1)
-        attended = _causal_attention(q, k, v, config.n_head, drop)
+        attended = checkpoint_name(self._attend(q, k, v, drop), "attended")
         x = x + drop(_dense(config.n_embd, "attn_c_proj", residual_stddev)(attended))
+        x = checkpoint_name(x, "between")
 
         hidden = _dense(4 * config.n_embd, "c_fc")(_layer_norm(config, "ln_2")(x))
         hidden = nn.gelu(hidden, approximate=True)
         return x + drop(_dense(config.n_embd, "mlp_c_proj", residual_stddev)(hidden))
+
+    def _attend(
+        self, q: Float[Array, "B T D"], k: Float[Array, "B T D"], v: Float[Array, "B T D"], drop: nn.Dropout
+    ) -> Float[Array, "B T D"]:
+        """Causal self-attention."""
+        config = self.config
+        drops = config.dropout > 0 and not drop.deterministic
+        q_heads, k_heads, v_heads = (a.reshape(*a.shape[:-1], config.n_head, -1) for a in (q, k, v))
+        # Scores outgrow all else that a block holds where there are more tokens than features to a head.
+        if config.remat and not drops and q.shape[1] > 4 * config.n_embd // config.n_head:
+            return causal_attention_by_example(q_heads, k_heads, v_heads).reshape(q.shape)
+        return causal_attention(q_heads, k_heads, v_heads, drop if drops else None).reshape(q.shape)
 
 
 class GPT2(nn.Module):
@@ -120,16 +141,14 @@ class GPT2(nn.Module):
         """Names the layers as Hugging Face does."""
         config = self.config
         embedding_init = nn.initializers.normal(INIT_STDDEV)
-        self.wte = nn.Embed(config.vocab_size, config.n_embd, embedding_init=embedding_init)
+        self.wte = LossEmbed(config.vocab_size, config.n_embd, embedding_init=embedding_init)
         self.wpe = nn.Embed(config.n_positions, config.n_embd, embedding_init=embedding_init)
         self.drop = nn.Dropout(config.dropout)
         self.h = Block(config)
         self.ln_f = _layer_norm(config)
         if not config.tie_embeddings:
             # The initializer alone reads the embedding, so a tied and an untied model start as one function.
-            self.lm_head = nn.Dense(
-                config.vocab_size, use_bias=False, kernel_init=lambda *_: self.wte.embedding.T
-            )
+            self.lm_head = Head(config.n_embd, config.vocab_size, kernel_init=lambda *_: self.wte.embedding.T)
 
     def __call__(
         self,
@@ -172,8 +191,31 @@ class GPT2(nn.Module):
           ValueError: if the sequence is longer than `n_positions`.
         """
         hidden = self.ln_f(self._hidden(ids, deterministic))
-        losses = self._head_losses(hidden[:, :-1], jnp.asarray(ids)[:, 1:])
+        losses = cross_entropy(self._logits(hidden[:, :-1]), jnp.asarray(ids)[:, 1:])
         return jnp.pad(losses, ((0, 0), (1, 0)))
+
+    def weighted_loss(
+        self,
+        ids: Int[Array | np.ndarray, "B T"],
+        weights: Float[Array | np.ndarray, "B T"],
+        deterministic: bool = True,
+    ) -> Float[Array, " B"]:
+        """Computes the weighted sum of `token_losses`, with logits that are never whole.
+
+        Args:
+          ids: token ids, T at most `n_positions`.
+          weights: column t is the weight of predicting `ids[:, t]`; column 0 is unused.
+          deterministic: whether dropout is off.
+
+        Returns:
+          Losses in float32 or wider.
+
+        Raises:
+          ValueError: if the sequence is longer than `n_positions`.
+        """
+        hidden = self.ln_f(self._hidden(ids, deterministic))
+        head = self.wte if self.config.tie_embeddings else self.lm_head
+        return head.weighted_loss(hidden[:, :-1], jnp.asarray(ids)[:, 1:], jnp.asarray(weights)[:, 1:])
 
     def _hidden(self, ids: Int[Array | np.ndarray, "B T"], deterministic: bool) -> Float[Array, "B T D"]:
         """The residual stream after the last block, before the final LayerNorm."""
@@ -193,8 +235,12 @@ class GPT2(nn.Module):
             return block(x, deterministic), None
 
         if self.config.remat:
-            # Keeps the dense layers' outputs; inside a scan there is nothing common to guard against.
-            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            # Inside a scan there is nothing common to guard against.
+            policies = jax.checkpoint_policies
+            if self.config.remat == "full":
+                policy = policies.save_only_these_names("attended", "between")
+            else:
+                policy = policies.dots_with_no_batch_dims_saveable
             body = nn.remat(body, policy=policy, prevent_cse=False)
         scan = nn.scan(
             body,
@@ -209,12 +255,6 @@ class GPT2(nn.Module):
         """The output head: the tie is here."""
         return self.wte.attend(hidden) if self.config.tie_embeddings else self.lm_head(hidden)
 
-    def _head_losses(self, hidden: Float[Array, "B S D"], targets: Int[Array, "B S"]) -> Float[Array, "B S"]:
-        """Cross-entropy of the targets under the head's logits."""
-        logits = self._logits(hidden)
-        log_probs = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
-        return -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
-
 
 def _dense(features: int, name: str, stddev: float = INIT_STDDEV) -> nn.Dense:
     """A dense layer with GPT-2's initialization."""
@@ -224,25 +264,3 @@ def _dense(features: int, name: str, stddev: float = INIT_STDDEV) -> nn.Dense:
 def _layer_norm(config: GPT2Config, name: str | None = None) -> nn.LayerNorm:
     """A LayerNorm whose variance is taken about the mean: E[x^2] - E[x]^2 cancels where |mean| is large."""
     return nn.LayerNorm(epsilon=config.layer_norm_epsilon, use_fast_variance=False, name=name)
-
-
-def _causal_attention(
-    q: Float[Array, "B T D"],
-    k: Float[Array, "B T D"],
-    v: Float[Array, "B T D"],
-    n_head: int,
-    drop: nn.Dropout,
-) -> Float[Array, "B T D"]:
-    """Multi-head attention of each token to itself and those before it.
-
-    `jax.nn.dot_product_attention` takes its softmax in float32 whatever the inputs are, which would cap a
-    float64 model at seven digits, and has no dropout.
-    """
-    split = (*q.shape[:2], n_head, q.shape[2] // n_head)
-    q, k, v = (a.reshape(split) for a in (q, k, v))
-    scores = jnp.einsum("bthk,bshk->bhts", q, k) / math.sqrt(split[-1])
-    scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
-    causal = jnp.tril(jnp.ones((1, 1, *scores.shape[2:]), bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(scores.dtype).min))
-    attended = jnp.einsum("bhts,bshk->bthk", drop(weights).astype(v.dtype), v)
-    return attended.reshape(*split[:2], -1)

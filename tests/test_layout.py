@@ -74,7 +74,7 @@ _MAY_IMPORT = {
     "capture": {"rules", "lm_head"},
     "taps": {"capture", "head_rules", "lm_head", "rules"},
     "reads": {"capture", "trees"},
-    "coverage": {"capture", "reads", "trees"},
+    "coverage": {"capture", "reads", "rules", "trees"},
     "clipping": {"capture", "coverage", "head_rules", "rules", "taps", "trees"},
 }
 

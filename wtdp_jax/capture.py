@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
+import flax.linen.module as flax_module
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,8 @@ LEAF_RANKS: Mapping[Kind, Mapping[str, int]] = {
 
 # Heads that give a loss in place of logits, by what they do with their logits otherwise.
 WITHOUT_LOSS: Mapping[Kind, Kind] = {"dense_loss": "dense", "attend_loss": "attend"}
+
+_SUPPORTED = (nn.Dense, nn.LayerNorm, nn.RMSNorm, nn.Embed, LossEmbed, Head)
 
 # Ids leave a tap as float32, which is exact up to here.
 MAX_NUM_EMBEDDINGS = 2**24
@@ -70,6 +73,8 @@ def layer_kind(module: nn.Module, method: str, args: tuple, kwargs: dict) -> Kin
     Exact types only: a subclass may compute something else. So may a layer with its own product or other
         axes.
     """
+    if type(module) not in _SUPPORTED or any(jnp.size(arg) == 0 or jnp.iscomplexobj(arg) for arg in args):
+        return None
     if method == "weighted_loss" and type(module) in (LossEmbed, Head):
         # One loss, which is linear in one cotangent: of one example, however the loss function holds it.
         alone = len(args) == 3 and not kwargs and math.prod(args[0].shape[:-2]) == 1
@@ -102,9 +107,11 @@ def example_loss(
     batch = jax.tree.map(lambda leaf: leaf[None], example)
     with nn.intercept_methods(interceptor) if interceptor else contextlib.nullcontext():
         losses = loss_fn(params, batch)
-    if jnp.shape(losses) != (1,):
+    is_array = hasattr(losses, "dtype")
+    if not is_array or jnp.shape(losses) != (1,) or not jnp.issubdtype(losses.dtype, jnp.floating):
+        found = f"{losses.dtype} of shape {jnp.shape(losses)}" if is_array else type(losses).__name__
         raise ValueError(
-            f"loss_fn must return one loss an example: shape (1,) for a batch of one, got {jnp.shape(losses)}"
+            f"loss_fn must return one loss an example: real floats (1,) for a batch of one, got {found}"
         )
     return losses[0]
 
@@ -191,6 +198,10 @@ def record(call: Call, d: Array) -> dict[str, Array]:
 
 def token_rows(ids: Any, num_embeddings: int) -> Any:
     """The rows that ids name: negative ones count from the end, and a table of one row is broadcast."""
+    numpy = np if isinstance(ids, np.ndarray) else jnp
+    if np.iinfo(ids.dtype).max > np.iinfo(np.int32).max:  # keeps outside what is outside
+        ids = numpy.minimum(ids, num_embeddings)
+        ids = ids if np.iinfo(ids.dtype).min == 0 else numpy.maximum(ids, -num_embeddings - 1)
     ids = ids.astype("int32")
     return ids * 0 if num_embeddings == 1 else ids + num_embeddings * (ids < 0)
 
@@ -219,7 +230,10 @@ class Interceptor:
 
     def __call__(self, next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         """Called by Flax for each method of each module."""
-        kind = None if self._inside else layer_kind(context.module, context.method_name, args, kwargs)
+        # Another interceptor may change what a layer computes, and would change it in `run` once more.
+        alone = all(other is self for other in flax_module._global_interceptor_stack)
+        skip = self._inside or not alone
+        kind = None if skip else layer_kind(context.module, context.method_name, args, kwargs)
         if kind is None:
             return next_fun(*args, **kwargs)
         params = context.module.variables.get("params", {})
@@ -238,9 +252,12 @@ class Interceptor:
     def run(self, kind: Kind, module: nn.Module, args: tuple, params: Mapping) -> Array:
         """The layer's own method, with other values for its parameters."""
         leaves = {name: params[name] for name in LEAF_RANKS[kind] if name in params}
+        # In full precision, whatever the layer or the loss asks for: TF32 would break the bound on the sum.
+        full = {"precision": jax.lax.Precision.HIGHEST} if isinstance(module, nn.Dense) else {}
         method = "weighted_loss" if kind in WITHOUT_LOSS else "attend" if kind == "attend" else "__call__"
         self._inside = True
         try:
-            return module.clone(parent=None).apply({"params": leaves}, *args, method=method)
+            with jax.default_matmul_precision("highest"):
+                return module.clone(parent=None, **full).apply({"params": leaves}, *args, method=method)
         finally:
             self._inside = False

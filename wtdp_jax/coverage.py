@@ -18,9 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wtdp_jax import capture
+from wtdp_jax import capture, rules
 from wtdp_jax.reads import OTHER, Read, Reads, trace_reads
 from wtdp_jax.trees import leaf_name, leaf_paths, merge, parent
+
+PROBE_DTYPE = jnp.dtype(jnp.float32)
+"""Type of the probes that are traced here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class Layer:
         leaves: names of its trainable leaves, "kernel" and the like.
         stack: shape of the leading axes along which the module is stacked, () or (L,) under nn.scan.
         calls: its call, or embedding's and head's, for one slice and one example.
-        dtypes: the types in which its leaves and its probe reach it: the loss may have cast the params.
+        dtypes: the types of its leaves.
     """
 
     path: str
@@ -74,6 +77,12 @@ class Coverage:
     def bytes_materialized(self) -> int:
         """Bytes of per-example gradients that are held for each example of a batch."""
         return sum(self._bytes(path) for path in self.uncovered)
+
+    def without_rules(self, reason: str) -> "Coverage":
+        """The same, with no leaf covered."""
+        covered = [path for layer in self.layers for path in layer.leaf_paths]
+        uncovered = {**self.uncovered, **dict.fromkeys(covered, reason)}
+        return dataclasses.replace(self, layers=(), uncovered=uncovered)
 
     def __str__(self) -> str:
         """A table: leaf, rule, uses, bytes materialized an example."""
@@ -120,7 +129,7 @@ def trace_coverage(loss_fn: Callable, trained: Any, frozen: Any, example: Any) -
         probe = f"{module}/{keys[index]}".lstrip("/")
         reasons = _objections(own, reads, probe, index)
         if not reasons and own:
-            layers.append(_layer(module, own, reads, probe))
+            layers.append(_layer(module, own, reads))
         uncovered |= reasons
     return Coverage(
         layers=tuple(layers),
@@ -137,10 +146,10 @@ def _probe(module: str, params: Any) -> jax.ShapeDtypeStruct:
     ranks = {name: rank for leaves in capture.LEAF_RANKS.values() for name, rank in leaves.items()}
     own = {leaf_name(path): leaf for path, leaf in leaf_paths(params).items() if parent(path) == module}
     stacks = [leaf.shape[: -ranks[name]] for name, leaf in own.items() if name in ranks]
-    return jax.ShapeDtypeStruct(max(stacks, key=len, default=()), jnp.float32)
+    return jax.ShapeDtypeStruct(max(stacks, key=len, default=()), PROBE_DTYPE)
 
 
-def _layer(module: str, leaves: Mapping[str, Any], reads: Reads, probe: str) -> Layer:
+def _layer(module: str, leaves: Mapping[str, Any], reads: Reads) -> Layer:
     """The covered layer that a module without objections is."""
     calls = tuple(reads.calls[n] for n in sorted({read.call for path in leaves for read in reads.of(path)}))
     path, leaf = next(iter(leaves.items()))
@@ -150,7 +159,7 @@ def _layer(module: str, leaves: Mapping[str, Any], reads: Reads, probe: str) -> 
         leaves=tuple(leaf_name(path) for path in leaves),
         stack=tuple(leaf.shape[: _stacked(reads.of(path))]),
         calls=calls,
-        dtypes=tuple({read.dtype for path in (*leaves, probe) for read in reads.of(path)}),
+        dtypes=tuple({leaf.dtype for leaf in leaves.values()}),
     )
 
 
@@ -159,20 +168,23 @@ def _objections(leaves: Mapping[str, Any], reads: Reads, probe: str, index: int)
     if reads.failure:
         return dict.fromkeys(leaves, reads.failure)
     of_probe = reads.of(probe)
-    reasons = {path: why for path in leaves if (why := _objection(path, reads, of_probe, index))}
+    objections = {path: _objection(path, leaf.dtype, reads, of_probe, index) for path, leaf in leaves.items()}
+    reasons = {path: why for path, why in objections.items() if why}
     if not reasons and len({read.stacked for path in (*leaves, probe) for read in reads.of(path)}) > 1:
         reasons = dict.fromkeys(leaves, "the module's leaves are not stacked alike")
     return {path: reasons.get(path, "its module has an uncovered leaf") for path in leaves} if reasons else {}
 
 
-def _objection(path: str, reads: Reads, of_probe: list[Read], index: int) -> str | None:
-    """Why a leaf is not covered, or None."""
+def _objection(path: str, dtype: jnp.dtype, reads: Reads, of_probe: list[Read], index: int) -> str | None:
+    """Why a leaf of a type is not covered, or None."""
     own = reads.of(path)
     others = [read.reader for read in own if read.call == OTHER]
     if others:
         return f"read by {others[0]}" + (" besides a layer" if len(others) < len(own) else "")
     if {read.call for read in own} != {read.call for read in of_probe}:
         return "its layer is not its module's, or loss_fn changes params"
+    if narrowed := _narrowed(dtype, own, of_probe, reads):
+        return f"cast to {narrowed} on its way to its layer"
     if any(read.reader != leaf_name(path) for read in own):
         return "its layer knows it by another name"
     if any(read.times > 1 for read in own):
@@ -191,6 +203,17 @@ def _objection(path: str, reads: Reads, of_probe: list[Read], index: int) -> str
     if attend.within[: len(embed.within)] != embed.within:
         return "embedding and head stand in different inner functions"
     return None
+
+
+def _narrowed(dtype: jnp.dtype, own: list[Read], of_probe: list[Read], reads: Reads) -> jnp.dtype | None:
+    """The type that a leaf or its probe passes through and that cannot hold what comes back through it."""
+    outputs = [rules.accumulation_dtype(reads.calls[read.call].outputs.dtype) for read in own]
+    widest = max(outputs, key=lambda dtype: dtype.itemsize)
+    needed = {dtype.itemsize for dtype in (widest, dtype)}
+    through = [read.dtype for read in own if read.dtype.itemsize < min(needed)]
+    # The probe's type here is a stand-in; an engine's own is cast like it.
+    through += [read.dtype for read in of_probe if read.dtype.itemsize < PROBE_DTYPE.itemsize]
+    return through[0] if through else None
 
 
 def _stacked(reads: list[Read]) -> int:

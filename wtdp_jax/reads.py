@@ -36,7 +36,7 @@ class Read:
         stacked: along how many leading axes the reader sees slices.
         within: which inner programs the read is in, outermost first.
         times: how often it happens: in a loop, or in lanes of a vmap that share the leaf.
-        dtype: in which type the reader sees it, after casts.
+        dtype: the narrowest type on its way to the reader, which may have been cast back.
         differentiated: whether the loss itself differentiates through it.
     """
 
@@ -100,8 +100,8 @@ def trace_reads(loss_fn: Callable, params: Any, probes: Mapping[str, dict], exam
     in_params = [(prefix == "0", path) for prefix, _, path in (p.partition("/") for p in leaf_paths(inputs))]
     by_path: dict[str, list[Read]] = {path: [] for is_param, path in in_params if is_param}
     sources = [
-        _Source(path=path) if is_param else None
-        for (is_param, path), keep in zip(in_params, used, strict=True)
+        _Source(path=path, dtype=leaf.dtype) if is_param else None
+        for (is_param, path), leaf, keep in zip(in_params, jax.tree.leaves(inputs), used, strict=True)
         if keep
     ]
     for read in _walk(program, sources, ()):
@@ -183,10 +183,14 @@ class _Source:
     """What a variable is: a leaf, or a slice along its first axes, in a program that runs some times."""
 
     path: str
+    dtype: jnp.dtype
     stacked: int = 0
     times: int = 1
 
-    def read_by(self, reader: str, within: tuple[int, ...], variable: Any) -> Read:
+    def cast_to(self, dtype: jnp.dtype) -> "_Source":
+        return dataclasses.replace(self, dtype=min(self.dtype, dtype, key=lambda d: d.itemsize))
+
+    def read_by(self, reader: str, within: tuple[int, ...]) -> Read:
         return Read(
             path=self.path,
             reader=reader,
@@ -194,7 +198,7 @@ class _Source:
             stacked=self.stacked,
             within=within,
             times=self.times,
-            dtype=variable.aval.dtype,
+            dtype=self.dtype,
         )
 
 
@@ -209,7 +213,7 @@ def _walk(program: Any, sources: Sequence[_Source | None], within: tuple[int, ..
         if not present:
             continue
         if name == "convert_element_type" and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
-            known[eqn.outvars[0]] = present[0]
+            known[eqn.outvars[0]] = present[0].cast_to(eqn.outvars[0].aval.dtype)
         elif eqn.primitive is _mark:
             reads += _mark_reads(eqn, operands, within)
         elif name == "scan":
@@ -217,9 +221,9 @@ def _walk(program: Any, sources: Sequence[_Source | None], within: tuple[int, ..
         elif name in _CALLS:
             reads += _walk(_inner(eqn), operands, (*within, id(eqn)))
         else:
-            reads += [s.read_by(name, within, v) for s, v in zip(operands, eqn.invars, strict=True) if s]
-    results = [v for v in program.outvars if not isinstance(v, Literal) and v in known]
-    return reads + [known[v].read_by("an inner function's result", within, v) for v in results]
+            reads += [source.read_by(name, within) for source in present]
+    results = [known[v] for v in program.outvars if not isinstance(v, Literal) and v in known]
+    return reads + [source.read_by("an inner function's result", within) for source in results]
 
 
 def _inner(eqn: Any) -> Any:
@@ -248,7 +252,7 @@ def _scan_sources(eqn: Any, operands: Sequence[_Source | None]) -> list[_Source 
 def _mark_reads(eqn: Any, operands: Sequence[_Source | None], within: tuple[int, ...]) -> list[Read]:
     """A mark's reads of its leaf and its probe; a leaf that is the layer's input is read otherwise."""
     leaf, inputs, probe = operands
-    reads = [inputs.read_by("a layer, as its input", within, eqn.invars[1])] if inputs else []
+    reads = [inputs.read_by("a layer, as its input", within)] if inputs else []
     for source, variable, rank in ((leaf, eqn.invars[0], eqn.params["rank"]), (probe, eqn.invars[2], 0)):
         if source:
             reads.append(
@@ -259,7 +263,7 @@ def _mark_reads(eqn: Any, operands: Sequence[_Source | None], within: tuple[int,
                     stacked=source.stacked + variable.aval.ndim - rank,
                     within=within,
                     times=source.times * eqn.params["lanes"],
-                    dtype=variable.aval.dtype,
+                    dtype=source.dtype,
                     differentiated=eqn.params["differentiated"],
                 )
             )

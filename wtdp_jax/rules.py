@@ -61,14 +61,18 @@ def dense_squared_norm(a: Float[Array, "T I"], d: Float[Array, "T O"]) -> Float[
     a, d = _wide(a), _wide(d)
     positions, features_in = a.shape
     features_out = d.shape[1]
-    parts = jnp.sum(jnp.square(a), -1) * jnp.sum(jnp.square(d), -1)
+    # A product that underflows misses less than the smallest normal number, times what it is multiplied by.
+    tiny = float(jnp.finfo(a.dtype).tiny)
+    a_squares = jnp.sum(jnp.square(a), -1) + features_in * tiny
+    d_squares = jnp.sum(jnp.square(d), -1) + features_out * tiny
+    parts = a_squares * d_squares
     if positions == 1:
         return parts[0]
-    if positions * (features_in + features_out) <= features_in * features_out:
-        total = jnp.sum(_dot(a, a.T) * _dot(d, d.T))
-    else:
-        total = _tiled_squared_norm(a, d)
-    return rounded_up(total, jnp.sum(parts))
+    if positions * (features_in + features_out) > features_in * features_out:
+        return rounded_up(_tiled_squared_norm(a, d), jnp.sum(parts))
+    total = rounded_up(jnp.sum(_dot(a, a.T) * _dot(d, d.T)), jnp.sum(parts))
+    missing = features_out * tiny * jnp.sum(a_squares) + features_in * tiny * jnp.sum(d_squares)
+    return total + positions * missing
 
 
 def bias_squared_norm(d: Float[Array, "T O"]) -> Float[Array, ""]:

@@ -10,7 +10,7 @@ of a zero array, the layer's probe.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -127,20 +127,6 @@ def _one_per_example(y: Array, probe: Any) -> Array:
     return y + first.reshape((1,) * y.ndim).astype(y.dtype)
 
 
-class Weighed(NamedTuple):
-    """A probe's value where the layer's own gradient is to be weighed.
-
-    Attributes:
-        emitted: zeros, whose cotangents are what the tap emits.
-        factor: the weight of the example's gradient.
-        leaves: the layer's leaves once more, by name. They are differentiated in place of those in params.
-    """
-
-    emitted: Any
-    factor: Any
-    leaves: Mapping[str, Any]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
     """How the two taps of a matrix that is embedding and head work together, by a side array.
@@ -178,8 +164,11 @@ class LossHeads:
 class Tap(Interceptor):
     """Taps every layer with a probe.
 
-    The probe of a matrix that is embedding and head has the parts "embedding", "head" and, if linked,
-    "cross". If it is `Weighed`, each of the two uses has its own factor.
+    A probe is a dict: "emitted", zeros, whose cotangents are what the tap emits; and, if the layer's own
+    gradient is to be weighed, "factor", the weight of the example's gradient, and "leaves", the layer's
+    leaves once more, by name, which are differentiated in place of those in params. For a matrix that is
+    embedding and head "emitted" has the parts "embedding", "head" and, if linked, "cross", and each use has
+    its own factor.
 
     Args:
         emit: (index, call, d) -> the probe's cotangent.
@@ -208,29 +197,28 @@ class Tap(Interceptor):
         """The layer's output, tapped."""
         if kind in WITHOUT_LOSS:
             return self._loss(kind, module, args, params, probe)
-        index, value = probe
+        index, emitted = probe.layer, probe.value["emitted"]
         use = "embedding" if kind == "embed" else "head"
         inputs = jax.lax.stop_gradient(jnp.asarray(args[0]))  # one array, for JAX to keep it once
         y = next_fun(*args)
-        if isinstance(value, Weighed):
-            own = self.run(kind, module, (inputs,), {**params, **value.leaves})
+        if "factor" in probe.value:
+            own = self.run(kind, module, (inputs,), {**params, **probe.value["leaves"]})
             y = self._weigh(y, own, use, probe)
-            value = value.emitted
-        y = _one_per_example(y, value)
+        y = _one_per_example(y, emitted)
         call = describe(kind, module, args[0], y, params)
         if index not in self._tied:
-            return _tap(_reading_residuals(functools.partial(self._emit, index), call), y, inputs, value)
+            return _tap(_reading_residuals(functools.partial(self._emit, index), call), y, inputs, emitted)
         if self._link is not None:
-            return self._linked(self._link, call, y, inputs, Probe(index, value))
+            return self._linked(self._link, call, y, inputs, Probe(index, emitted))
         if kind == "embed":
             self._embedded[index] = (token_rows(inputs, module.num_embeddings).reshape(-1), None)
-        return _tap(_reading_residuals(functools.partial(self._emit, index), call), y, inputs, value[use])
+        return _tap(_reading_residuals(functools.partial(self._emit, index), call), y, inputs, emitted[use])
 
     def _weigh(self, y: Array, own: Array, use: str, probe: Probe) -> Array:
         """`y`, whose cotangent goes, times the factor, to `own` too: the same as a function of the leaves."""
-        index, value = probe
-        factor = value.factor[use] if index in self._tied else value.factor
-        return _weigh(_one_per_example(y, value.emitted), _one_per_example(own, value.emitted), factor)
+        factor, emitted = probe.value["factor"], probe.value["emitted"]
+        factor = factor[use] if probe.layer in self._tied else factor
+        return _weigh(_one_per_example(y, emitted), _one_per_example(own, emitted), factor)
 
     def _linked(self, link: Link, call: Call, y: Array, inputs: Array, probe: Probe) -> Array:
         index, value = probe
@@ -252,8 +240,7 @@ class Tap(Interceptor):
         call = describe(kind, module, args[0], args[0], params)
         if heads.whole_logits(call):
             return self._loss_of_logits(WITHOUT_LOSS[kind], module, args, params, probe)
-        index, value = probe
-        emitted = value.emitted if isinstance(value, Weighed) else value
+        index, emitted = probe.layer, probe.value["emitted"]
         hidden = _one_per_example(args[0].reshape(call.positions, -1), emitted)
         targets, weights = (jnp.asarray(x).reshape(-1) for x in args[1:])
         ids, side = self._embedded[index] if index in self._tied else (None, None)
@@ -269,8 +256,8 @@ class Tap(Interceptor):
             side,
             emitted["head"] if index in self._tied else emitted,
         )
-        if isinstance(value, Weighed):
-            inputs, matrix = promoted(module, hidden, value.leaves)
+        if "factor" in probe.value:
+            inputs, matrix = promoted(module, hidden, probe.value["leaves"])
             constant = jax.lax.stop_gradient((inputs, weights, log_normalizers))
             own = gradient_carrier(constant[0], matrix, targets, *constant[1:])
             loss = self._weigh(loss, own, "head", probe)

@@ -70,7 +70,7 @@ def insert(tree: Params, additions: dict[str, dict[str, Any]], path: str = "") -
         additions: path of a dict -> entries to add to it.
         path: of `tree` itself.
     """
-    if not isinstance(tree, Mapping):
+    if not isinstance(tree, Mapping) or not additions:
         return tree
     inner = {key: insert(value, additions, f"{path}/{key}".lstrip("/")) for key, value in tree.items()}
     return inner | additions.get(path, {})

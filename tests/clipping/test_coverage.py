@@ -109,6 +109,8 @@ _ODDITIES: dict[str, Callable] = {
         ids[0, 0] > 4, lambda m, y: m(y), lambda m, y: -m(y), nn.Dense(WIDTH, name="branch"), x
     ),
     "unused": lambda x, wte, ids: (nn.Dense(WIDTH, name="unused")(x), x)[1],
+    "complex inputs": lambda x, wte, ids: x + jnp.abs(nn.Dense(WIDTH, name="complex")(x + 1j * x[:, ::-1])),
+    "no positions": lambda x, wte, ids: x + jnp.sum(nn.Dense(WIDTH, name="none")(x[:, :0]), 1, keepdims=True),
     "dense on positions": lambda x, wte, ids: (
         x + nn.Dense(WIDTH, name="pos")(jnp.ones((1, TOKENS, 2), x.dtype))
     ),
@@ -167,6 +169,36 @@ def _gradient_penalty(model: nn.Module, params: Any, batch: Any) -> Any:
     return _plain(model, params, batch) + jax.grad(at)(1.0) ** 2
 
 
+def _rounded_and_back(model: nn.Module, params: Any, batch: Any) -> Any:
+    """Params as they would be after storage in bfloat16: the probes would go the same way."""
+    return _plain(model, jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(p.dtype), params), batch)
+
+
+def _times_number_of_leaves(model: nn.Module, params: Any, batch: Any) -> Any:
+    return len(jax.tree.leaves(params)) * _plain(model, params, batch)
+
+
+def _over_number_of_weights(model: nn.Module, params: Any, batch: Any) -> Any:
+    return _plain(model, params, batch) / sum(p.size for p in jax.tree.leaves(params) if p.ndim > 1)
+
+
+def _by_path(model: nn.Module, params: Any, batch: Any) -> Any:
+    """Code that walks the params and knows dicts alone."""
+    walked = jax.tree_util.tree_map_with_path(lambda keys, p: p if [k.key for k in keys] else None, params)
+    return _plain(model, walked, batch)
+
+
+def _edited(model: nn.Module, params: Any, batch: Any) -> Any:
+    """Another interceptor changes what a layer computes."""
+
+    def edit(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        y = next_fun(*args, **kwargs)
+        return 3 * y if isinstance(context.module, nn.LayerNorm) else y
+
+    with nn.intercept_methods(edit):
+        return _plain(model, params, batch)
+
+
 def _passes_jit(model: nn.Module, params: Any, batch: Any) -> Any:
     return jax.jit(lambda p: _plain(model, p, batch))(params)
 
@@ -192,6 +224,8 @@ CASES: dict[str, tuple[str, Callable, set[str] | None]] = {
         "three uses": {"wte/embedding"},
         "cond": {"branch/kernel", "branch/bias"},
         "unused": set(),
+        "complex inputs": {"complex/kernel", "complex/bias"},
+        "no positions": {"none/kernel", "none/bias"},
         "dense on positions": set(),
     }.items()},
     "regularizer": ("scan", _regularized, {"h/dense/kernel", "h/dense/bias"}),
@@ -202,6 +236,11 @@ CASES: dict[str, tuple[str, Callable, set[str] | None]] = {
     "loss by jit": ("scan", _passes_jit, set()),
     "two passes": ("", _two_passes_over_one_model, None),
     "gradient penalty": ("", _gradient_penalty, None),
+    "rounded and back": ("", _rounded_and_back, None),
+    "times the number of leaves": ("", _times_number_of_leaves, None),
+    "over the number of weights": ("scan", _over_number_of_weights, None),
+    "walked by path": ("scan", _by_path, set()),
+    "another interceptor": ("", _edited, None),
 }  # fmt: skip
 
 

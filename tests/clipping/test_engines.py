@@ -293,12 +293,32 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     [
         ({"x": jnp.ones((0, 2))}, None, "at least one row"),
         ({"x": jnp.ones((3, 2)), "y": jnp.ones(2)}, None, "share a first axis"),
-        ({"x": jnp.ones((3, 2))}, jnp.zeros(2, bool), r"is_padding_example must have shape \(3,\)"),
+        (
+            {"x": jnp.ones((3, 2))},
+            jnp.zeros(2, bool),
+            r"must be bool of shape \(3,\), got bool of shape \(2,\)",
+        ),
     ],
 )
 def test_batches_are_checked(engine: Any, batch: Any, mask: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _grad_fn(engine=engine, l2_clip_norm=1.0)({"w": jnp.ones(2)}, batch, mask)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sums_over_devices_are_refused(engine: Any) -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    grad_fn = _grad_fn(engine=engine, l2_clip_norm=1.0)
+
+    def run(check_vma: bool) -> Any:
+        specs = {"in_specs": (spec(), spec("data")), "out_specs": spec()}
+        sharded = jax.shard_map(lambda p, b: grad_fn(p, b)[0], mesh=mesh, check_vma=check_vma, **specs)
+        return sharded({"w": jnp.ones(2)}, {"x": jnp.ones((3, 2))})
+
+    np.testing.assert_allclose(run(False)["w"], np.full(2, 3 / np.sqrt(2)), rtol=1e-4)
+    with pytest.raises(ValueError, match="must be called with check_vma=False"):
+        run(True)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -336,15 +356,13 @@ def test_frozen_dicts_stay_what_they_are(float64: None, engine: Any) -> None:
     assert jax.tree.structure(total) == jax.tree.structure(params)
 
 
-@pytest.mark.parametrize("cast_by", ["layer", "loss"])
-def test_ghost_refuses_layers_that_would_round_the_sum(cast_by: str) -> None:
-    layer = nn.Dense(4, dtype=jnp.bfloat16 if cast_by == "layer" else jnp.float32)
+@pytest.mark.parametrize("narrow", ["dtype", "param_dtype"])
+def test_ghost_refuses_layers_that_would_round_the_sum(narrow: str) -> None:
+    layer = nn.Dense(4, **{narrow: jnp.bfloat16})
     x = jnp.ones((2, 3, 5))
     params = layer.init(jax.random.key(0), x)["params"]
 
     def loss_fn(params: Any, batch: Any) -> Any:
-        if cast_by == "loss":
-            params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
         return jnp.sum(layer.apply({"params": params}, batch["x"]).astype(jnp.float32), (1, 2))
 
     with pytest.raises(ValueError, match="needs layers in float32 or wider, got .* in bfloat16"):

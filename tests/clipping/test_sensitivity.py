@@ -78,6 +78,42 @@ def test_engines_that_build_gradients_ignore_the_naive_norm() -> None:
         assert _length(grad_fn(params, batch)[0]) <= C
 
 
+def _one_layer(layer: nn.Module, x: Any, leaf: Any, weight: float) -> tuple[Any, Any, Any]:
+    """A loss linear in the outputs of one layer, with its params and a batch of one."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        y = layer.apply({"params": params}, batch["x"])
+        return jnp.sum(weight * y, tuple(range(1, y.ndim)))
+
+    return loss_fn, leaf, {"x": x[None]}
+
+
+@pytest.mark.parametrize("engine", ["ghost", "bookkeeping"])
+@pytest.mark.parametrize(("inputs", "weight", "l2_clip_norm"), [(9e18, 9e-20, 1.0), (1e15, 1e-20, 1e-4)])
+@pytest.mark.parametrize("positions", [1, 3])
+def test_backprops_whose_squares_underflow(
+    engine: Any, inputs: float, weight: float, l2_clip_norm: float, positions: int
+) -> None:
+    layer = nn.Dense(4096, use_bias=False)
+    x = jnp.full((positions, 4), inputs)
+    loss_fn, params, batch = _one_layer(layer, x, {"kernel": jnp.ones((4, 4096))}, weight)
+    grad_fn = clipped_grad(loss_fn, engine=engine, l2_clip_norm=l2_clip_norm)
+    assert _length(jax.jit(grad_fn)(params, batch)[0]) <= l2_clip_norm
+
+
+@pytest.mark.parametrize("engine", ["ghost", "bookkeeping"])
+@pytest.mark.parametrize("tokens", [1024, 8192])
+def test_many_equal_positions(engine: Any, tokens: int) -> None:
+    """Each addition of a running sum of equal terms rounds the same way."""
+    worst = 0.0
+    for weight in (0.1, 0.3, 0.7, 1.1):
+        layer, ids = nn.Embed(4, 2), jnp.full(tokens, 3)
+        loss_fn, params, batch = _one_layer(layer, ids, {"embedding": jnp.ones((4, 2))}, weight)
+        grad_fn = clipped_grad(loss_fn, engine=engine, l2_clip_norm=C)
+        worst = max(worst, _length(jax.jit(grad_fn)(params, batch)[0]))
+    assert 0.99 * C < worst <= C
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "clipping"),

@@ -12,10 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from wtdp_jax.clipping import rows
-from wtdp_jax.clipping.bookkeeping import bookkeeping
+from wtdp_jax.clipping import bookkeeping, ghost, rows
 from wtdp_jax.clipping.factors import Clipping
-from wtdp_jax.clipping.ghost import ghost
 from wtdp_jax.clipping.job import Batch, Job, Outcome, Params
 from wtdp_jax.clipping.materialized import materialized, microbatched
 from wtdp_jax.coverage import Coverage
@@ -30,8 +28,14 @@ LossFn = Callable[[Params, Batch], Float[Array, " B"]]
 _ENGINES: Mapping[str, Callable[[Job], Outcome]] = {
     "materialized": materialized,
     "microbatched": microbatched,
-    "ghost": ghost,
-    "bookkeeping": bookkeeping,
+    "ghost": ghost.ghost,
+    "bookkeeping": bookkeeping.bookkeeping,
+}
+
+# What the rules cover depends on what an engine puts among the params.
+_COVERAGE: Mapping[str, Callable[[Job], Coverage]] = {
+    "ghost": ghost.coverage_of,
+    "bookkeeping": bookkeeping.coverage_of,
 }
 
 
@@ -109,6 +113,7 @@ class ClippedGrad:
         """
         num_rows = rows.size(batch, is_padding_example)
         is_padding = jnp.zeros(num_rows, bool) if is_padding_example is None else is_padding_example
+        _refuse_varying(batch)
         # Padding may hold anything, NaN included, so it never meets the model.
         job = self._job(params, rows.replace(jax.tree.map(jnp.asarray, batch), is_padding), is_padding)
         outcome = _ENGINES[self.engine](job)
@@ -122,7 +127,8 @@ class ClippedGrad:
             batch: a tree of (B, ...) arrays.
         """
         num_rows = rows.size(batch, None)
-        return self._job(params, batch, jnp.zeros(num_rows, bool)).coverage()
+        job = self._job(params, batch, jnp.zeros(num_rows, bool))
+        return _COVERAGE.get(self.engine, Job.coverage)(job)
 
     def _job(self, params: Params, batch: Batch, is_padding: Array) -> Job:
         trained, frozen = partition(params, self.trainable)
@@ -141,6 +147,14 @@ class ClippedGrad:
             uncovered=self.uncovered,
             microbatch_size=self.microbatch_size,
         )
+
+
+def _refuse_varying(batch: Batch) -> None:
+    """Where types say on which devices a value varies, JAX sums gradients over devices before clipping."""
+    types = [getattr(jax.typeof(leaf), "manual_axis_type", None) for leaf in jax.tree.leaves(batch)]
+    axes = {name for kind in types for name in getattr(kind, "varying", ())}
+    if axes:
+        raise ValueError(f"inside jax.shard_map over {sorted(axes)} it must be called with check_vma=False")
 
 
 def clipped_grad(

@@ -21,15 +21,16 @@ from wtdp_jax.coverage import Coverage, Layer
 
 def bookkeeping(job: Job) -> Outcome:
     """The clipped sum by one backward pass and its records."""
-    coverage = job.coverage()
+    coverage = coverage_of(job)
     split = tapped.split_leaves(job, coverage)
     losses_of = tapped.tapped_losses(job, coverage, split, lambda: _record_taps(coverage))
     losses, backward = jax.vjp(
         lambda probes, copies: losses_of(split.covered, probes, copies),
-        tapped.zero_probes(coverage.layers, _probe_shapes, job.num_rows),
+        _probes(coverage, job),
         tapped.copies(split.uncovered, job.num_rows),
     )
-    kept, gradients = backward(jnp.ones_like(losses))
+    cotangents, gradients = backward(jnp.ones_like(losses))
+    kept = [of_layer["emitted"] for of_layer in cotangents]
 
     squared = {
         Group(layer.path, layer.stack): _squared_norms(layer, record, job)
@@ -38,6 +39,18 @@ def bookkeeping(job: Job) -> Outcome:
     clipped, uncovered_sum = tapped.clip(job, coverage, split, squared, gradients)
     covered_sum = _weighted_sums(coverage, kept, clipped, like=split.covered)
     return job.outcome(tapped.join(split, covered_sum, uncovered_sum), losses, clipped.norm)
+
+
+def coverage_of(job: Job) -> Coverage:
+    """Which leaves the rules cover."""
+    coverage = job.coverage()
+    return tapped.confirmed(job, coverage, jax.eval_shape(lambda: _probes(coverage, job)))
+
+
+def _probes(coverage: Coverage, job: Job) -> list[dict[str, Any]]:
+    """Each layer's probe, whose cotangent is its record."""
+    records = tapped.zeros_for(coverage.layers, _record_shapes, job.num_rows)
+    return [{"emitted": zeros} for zeros in records]
 
 
 def _record_taps(coverage: Coverage) -> taps.Tap:
@@ -49,7 +62,7 @@ def _record_taps(coverage: Coverage) -> taps.Tap:
     return taps.Tap(lambda index, call, d: records.of_call(call, d), tied, loss_heads)
 
 
-def _probe_shapes(layer: Layer) -> Any:
+def _record_shapes(layer: Layer) -> Any:
     if layer.kind != "tied":
         return records.shapes(layer.calls[0], num_tokens=None)
     embed, head = layer.calls

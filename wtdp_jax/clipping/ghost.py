@@ -41,7 +41,7 @@ def ghost(job: Job) -> Outcome:
     A row whose gradient is not finite would spoil the second pass, whatever its factor: 0 x NaN is NaN. Only
     the first pass tells which rows these are. So if there are any, both run once more with them replaced.
     """
-    coverage = job.coverage()
+    coverage = coverage_of(job)
     _refuse_narrow_layers(coverage)
 
     def unfinished(state: _State) -> Array:
@@ -68,9 +68,14 @@ def ghost(job: Job) -> Outcome:
         broken=jnp.zeros(job.num_rows, bool),
         outcome=job.zero_outcome(),
     )
-    # The second pass forms the sum with the model's own products, and TF32 would break the bound on it.
-    with jax.default_matmul_precision("highest"):
-        return jax.lax.while_loop(unfinished, next_round, start).outcome
+    return jax.lax.while_loop(unfinished, next_round, start).outcome
+
+
+def coverage_of(job: Job) -> Coverage:
+    """Which leaves the rules cover."""
+    coverage = job.coverage()
+    probes = jax.eval_shape(lambda trained: _probes(coverage, trained, job), job.trained)
+    return tapped.confirmed(job, coverage, probes)
 
 
 def _refuse_narrow_layers(coverage: Coverage) -> None:
@@ -88,16 +93,16 @@ def _two_passes(job: Job, coverage: Coverage) -> Outcome:
     """One round: zeros for the sum unless every row that is not padding has a finite gradient."""
     split = tapped.split_leaves(job, coverage)
     losses_of = tapped.tapped_losses(job, coverage, split, lambda: _norm_taps(coverage, job))
-    zeros = tapped.zero_probes(coverage.layers, lambda layer: _probe_shapes(layer, job), job.num_rows)
-    slots, structure = jax.tree.flatten(_per_call(coverage, lambda layer: _unknown(layer, job)))
+    probes = _probes(coverage, split.covered, job)
+    slots, structure = jax.tree.flatten([probe["factor"] for probe in probes])
 
     def losses_fn(leaves: list[Any], emitted: list[Any], copies: Params, *factors: Array) -> Array:
-        parts = zip(emitted, jax.tree.unflatten(structure, factors), leaves, strict=True)
-        return losses_of(split.covered, [taps.Weighed(*part) for part in parts], copies)
+        parts = zip(leaves, emitted, jax.tree.unflatten(structure, factors), strict=True)
+        filled = [{"leaves": own, "emitted": zeros, "factor": factor} for own, zeros, factor in parts]
+        return losses_of(split.covered, filled, copies)
 
-    by_path = leaf_paths(split.covered)
-    leaves = [{leaf_name(path): by_path[path] for path in layer.leaf_paths} for layer in coverage.layers]
-    arguments = (leaves, zeros, tapped.copies(split.uncovered, job.num_rows))
+    leaves, emitted = ([probe[name] for probe in probes] for name in ("leaves", "emitted"))
+    arguments = (leaves, emitted, tapped.copies(split.uncovered, job.num_rows))
     losses, backward = jax.vjp(losses_fn, *arguments, *slots)
     ones = jnp.ones_like(losses)
     norms, gradients = backward(ones)[1:3]
@@ -205,6 +210,16 @@ def _layer_norm(layer: Layer, norm: Any, job: Job) -> Array:
 
 
 # ---- the second pass --------------------------------------------------------------------------------------
+
+
+def _probes(coverage: Coverage, covered: Params, job: Job) -> list[dict[str, Any]]:
+    """Each layer's probe, with its factors yet unknown."""
+    emitted = tapped.zeros_for(coverage.layers, lambda layer: _probe_shapes(layer, job), job.num_rows)
+    factors = _per_call(coverage, lambda layer: _unknown(layer, job))
+    by_path = leaf_paths(covered)
+    leaves = [{leaf_name(path): by_path[path] for path in layer.leaf_paths} for layer in coverage.layers]
+    parts = zip(leaves, emitted, factors, strict=True)
+    return [{"leaves": own, "emitted": zeros, "factor": factor} for own, zeros, factor in parts]
 
 
 def _per_call(coverage: Coverage, value: Callable[[Layer], Array]) -> list[Any]:

@@ -78,5 +78,8 @@ class Job:
 
     def coverage(self) -> Coverage:
         """Which leaves the rules cover, from a trace of the loss for one example."""
-        example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.batch)
-        return trace_coverage(self.loss_fn, self.trained, self.frozen, example)
+        return trace_coverage(self.loss_fn, self.trained, self.frozen, self.example())
+
+    def example(self) -> Batch:
+        """Shapes and types of one example."""
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.batch)

@@ -33,6 +33,10 @@ def size(batch: Any, is_padding_example: Array | None) -> int:
         found = sorted(str(jnp.shape(leaf)) for leaf in jax.tree.leaves(batch))
         raise ValueError(f"batch leaves must share a first axis of at least one row, got shapes {found}")
     (rows,) = shapes.pop()
-    if is_padding_example is not None and jnp.shape(is_padding_example) != (rows,):
-        raise ValueError(f"is_padding_example must have shape ({rows},), got {jnp.shape(is_padding_example)}")
+    if is_padding_example is not None:
+        dtype, shape = jnp.result_type(is_padding_example), jnp.shape(is_padding_example)
+        if shape != (rows,) or not jnp.issubdtype(dtype, jnp.bool_):
+            raise ValueError(
+                f"is_padding_example must be bool of shape ({rows},), got {dtype} of shape {shape}"
+            )
     return rows

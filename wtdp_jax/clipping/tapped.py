@@ -4,14 +4,17 @@ Probes have the batch axis after the axes along which their layer is stacked, so
 collects their cotangents, without a transpose.
 """
 
+import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.interpreters import partial_eval
 
-from wtdp_jax import capture, taps
+from wtdp_jax import capture
 from wtdp_jax.clipping import factors
 from wtdp_jax.clipping.job import Job, Params
 from wtdp_jax.coverage import Coverage, Layer
@@ -54,14 +57,54 @@ def join(split: Split, covered: Params, uncovered: Params) -> Params:
     return merge(merge(covered, uncovered), jax.tree.map(jnp.zeros_like, split.unused))
 
 
-def zero_probes(layers: tuple[Layer, ...], shapes: Callable[[Layer], Any], num_rows: int) -> list[Any]:
-    """Zeros (*stack, B, ...) for each layer's probe, from the shapes for one slice and one example."""
+def zeros_for(layers: tuple[Layer, ...], shapes: Callable[[Layer], Any], num_rows: int) -> list[Any]:
+    """Zeros (*stack, B, ...) for each layer, from the shapes for one slice and one example."""
 
     def zeros(layer: Layer) -> Any:
         leading = (*layer.stack, num_rows)
         return jax.tree.map(lambda s: jnp.zeros(leading + s.shape, s.dtype), shapes(layer))
 
     return [zeros(layer) for layer in layers]
+
+
+def confirmed(job: Job, coverage: Coverage, probes: list[Any]) -> Coverage:
+    """The coverage; or no covered leaf, if the loss is another function with the probes among its params.
+
+    A loss may read params other than through its layers: count their leaves, or sum all that have two axes.
+
+    Args:
+        job: the job.
+        coverage: its coverage.
+        probes: shapes and types of each layer's probe, for the whole batch.
+    """
+
+    params = merge(job.trained, job.frozen)
+    keyed = zip(coverage.layers, capture.probe_keys(len(probes)), probes, strict=True)
+    entries = {layer.path: {key: _of_example(layer, probe)} for layer, key, probe in keyed}
+    try:
+        same = _program(job, params) == _program(job, insert(params, entries))
+    except Exception as error:
+        return coverage.without_rules(f"loss_fn fails on extra entries in params ({type(error).__name__})")
+    return coverage if same else coverage.without_rules("loss_fn reads params as a whole")
+
+
+def _program(job: Job, params: Params) -> str:
+    """The loss of one example, without what it does not use, and without the addresses of functions in it."""
+    with jax.disable_jit(False):
+        program = jax.make_jaxpr(lambda p, e: capture.example_loss(job.loss_fn, p, e))(params, job.example())
+    used, _ = partial_eval.dce_jaxpr(program.jaxpr, True)
+    return re.sub(r"0x[0-9a-f]+", "", str(used))
+
+
+def _of_example(layer: Layer, probe: Mapping[str, Any]) -> dict[str, Any]:
+    """Shapes and types of a layer's probe for one example."""
+
+    def shape(axis: int | None, leaf: Any) -> jax.ShapeDtypeStruct:
+        kept = leaf.shape if axis is None else leaf.shape[:axis] + leaf.shape[axis + 1 :]
+        return jax.ShapeDtypeStruct(kept, leaf.dtype)
+
+    axes = _batch_axes(layer, probe)
+    return {name: jax.tree.map(functools.partial(shape, axis), probe[name]) for name, axis in axes.items()}
 
 
 def copies(leaves: Params, num_rows: int) -> Params:
@@ -95,12 +138,9 @@ def tapped_losses(
     return batched
 
 
-def _batch_axes(layer: Layer, probe: Any) -> Any:
+def _batch_axes(layer: Layer, probe: Mapping[str, Any]) -> dict[str, int | None]:
     """The batch axis of a layer's probe comes after those of its stack; the leaves in one have none."""
-    axis = len(layer.stack)
-    if isinstance(probe, taps.Weighed):
-        return taps.Weighed(emitted=axis, factor=axis, leaves=dict.fromkeys(probe.leaves))
-    return axis
+    return {name: None if name == "leaves" else len(layer.stack) for name in probe}
 
 
 def by_layer(coverage: Coverage, sums: Sequence[Mapping[str, Array]], like: Params) -> Params:
@@ -140,6 +180,10 @@ def clip(
         for group, values in more.items():
             squared[group] = squared[group] + values if group in squared else values
     clipped = factors.clip_factors(
-        squared, job.is_padding, l2_clip_norm=job.l2_clip_norm, clipping=job.clipping
+        squared,
+        job.is_padding,
+        l2_clip_norm=job.l2_clip_norm,
+        clipping=job.clipping,
+        positions=max((call.positions for layer in coverage.layers for call in layer.calls), default=1),
     )
     return clipped, factors.weighted_sum(gradients, leaf_groups, clipped)

@@ -1,5 +1,6 @@
 """Every engine against the oracle, in float64 and in float32."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from flax import linen as nn
 
 from tests.clipping import oracle, small
+from wtdp_jax import head_rules
 from wtdp_jax.clipping import ClippedGrad, clipped_grad
 from wtdp_jax.losses import label_word_loss, lm_loss, next_token_loss
+from wtdp_jax.models import GPT2
 
 ENGINES = ("materialized", "microbatched", "ghost", "bookkeeping")
 GHOSTLY = ("ghost", "bookkeeping")
@@ -80,6 +83,35 @@ def test_exact_in_float64(float64: None, tie: bool, loss: str, clipping: Any, en
     assert oracle.relative_error(per_example.norm[:REAL], norms) < 1e-10
     assert per_example.norm[PADDING] == 0 and per_example.loss[PADDING] == 0
     assert jnp.isinf(per_example.norm[BROKEN])
+
+
+@pytest.mark.parametrize("engine", GHOSTLY)
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied_norm", ["cross_term", "materialize"])
+@pytest.mark.parametrize("remat", [False, pytest.param("full", marks=pytest.mark.slow)])
+def test_long_sequences(
+    float64: None, monkeypatch: pytest.MonkeyPatch, tie: bool, engine: Any, tied_norm: Any, remat: Any
+) -> None:
+    """More tokens than features: gradients are smaller than records. And a head's tiles, attention by example."""
+    monkeypatch.setattr(head_rules, "_TILE", 8)
+    tokens = 20
+    config = dataclasses.replace(small.gpt2(tie=tie).config, n_positions=tokens, remat=remat)
+    batch = small.token_batch(3, tokens=tokens)
+    params = small.random_params(GPT2(config), batch["ids"])
+    plain = lm_loss(GPT2(dataclasses.replace(config, remat=False)))
+    gradients = oracle.per_example_gradients(plain, params, batch)
+    norms = oracle.norms(gradients)
+    l2_clip_norm = float(np.median(norms))
+    grad_fn = clipped_grad(
+        lm_loss(GPT2(config)),
+        engine=engine,
+        l2_clip_norm=l2_clip_norm,
+        tied_norm=tied_norm,
+        uncovered="error",
+    )
+    total, per_example = jax.jit(grad_fn)(params, batch)
+    assert oracle.relative_error(per_example.norm, norms) < 1e-10
+    assert oracle.relative_error(total, _expected("flat", gradients, l2_clip_norm)) < 1e-10
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])

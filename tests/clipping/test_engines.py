@@ -92,7 +92,7 @@ def test_exact_in_float64(float64: None, tie: bool, loss: str, clipping: Any, en
 def test_long_sequences(
     float64: None, monkeypatch: pytest.MonkeyPatch, tie: bool, engine: Any, tied_norm: Any, remat: Any
 ) -> None:
-    """More tokens than features: gradients are smaller than records. And a head's tiles, attention by example."""
+    """With more tokens than features gradients are kept for records. Also: heads in tiles, remat."""
     monkeypatch.setattr(head_rules, "_TILE", 8)
     tokens = 20
     config = dataclasses.replace(small.gpt2(tie=tie).config, n_positions=tokens, remat=remat)

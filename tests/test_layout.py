@@ -75,7 +75,8 @@ _MAY_IMPORT = {
     "taps": {"capture", "head_rules", "lm_head", "rules"},
     "reads": {"capture", "trees"},
     "coverage": {"capture", "reads", "rules", "trees"},
-    "clipping": {"capture", "coverage", "head_rules", "rules", "taps", "trees"},
+    "compiled": set(),
+    "clipping": {"capture", "compiled", "coverage", "head_rules", "rules", "taps", "trees"},
 }
 
 _COUPLED = _MAY_IMPORT.keys() - {"trees", "losses", "lm_head"}

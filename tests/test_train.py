@@ -300,6 +300,13 @@ def test_a_non_private_run_learns_and_promises_nothing(tmp_path: Path):
         _run(tmp_path / "bad", _with_a_bad_row(), plan, regime="nonprivate", noise_multiplier=None)
 
 
+def test_the_engine_is_chosen_and_recorded() -> None:
+    plan = make_plan(_config(Path("unused"), engine="auto"), tiny.inputs(dtype="bfloat16"))
+    assert plan.choice is not None and plan.choice.engine == "bookkeeping"
+    assert "ghost refuses: " in plan.describe()
+    assert plan.to_json()["engine"] == "bookkeeping"
+
+
 def test_ghost_with_dropout_frozen_leaves_and_a_whole_sequence_loss(tmp_path: Path):
     inputs = tiny.inputs(dropout=0.5)
     config = _config(

@@ -39,6 +39,10 @@ class TrainConfig:
     """What the backward pass computes again to save memory: False, nothing; True, what is cheap in each
     block; full, the dense layers too."""
 
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type that the layers compute in; parameters, norms, sums and noise are float32. bfloat16 needs
+    engine bookkeeping, materialized or microbatched."""
+
     prompt: str | None = None
     """Prompt in place of the task's, with a {column} for each text, ending where the label word follows."""
 
@@ -54,8 +58,11 @@ class TrainConfig:
     regime: Literal["dp", "nonprivate"] = "dp"
     """dp: clipped gradients, Gaussian noise, Poisson sampling; nonprivate: none of these, no guarantee."""
 
-    engine: Literal["ghost", "bookkeeping", "materialized", "microbatched"] = "ghost"
-    """How per-example norms and the clipped sum are computed."""
+    engine: Literal["ghost", "bookkeeping", "materialized", "microbatched", "auto"] = "ghost"
+    """How per-example norms and the clipped sum are computed; auto: the cheapest way that fits in memory."""
+
+    memory_budget_gb: float | None = None
+    """Memory in GB (1e9 bytes) for the gradient program that auto chooses; None: what the device has."""
 
     tied_norm: Literal["cross_term", "materialize", "omit", "triangle"] = "cross_term"
     """Norm of a tied matrix in the ghost and bookkeeping engines; omit is naive: sensitivity sqrt(2) C."""
@@ -195,7 +202,14 @@ _POSITIVE_INTEGERS = (
     "evaluate_every",
     "checkpoint_every",
 )
-_POSITIVE_NUMBERS = ("epsilon", "noise_multiplier", "l2_clip_norm", "epochs", "learning_rate")
+_POSITIVE_NUMBERS = (
+    "epsilon",
+    "noise_multiplier",
+    "l2_clip_norm",
+    "epochs",
+    "learning_rate",
+    "memory_budget_gb",
+)
 
 
 def _require(holds: bool, name: str, value: Any, requirement: str) -> None:

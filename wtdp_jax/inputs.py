@@ -56,7 +56,8 @@ def load(config: TrainConfig) -> Inputs:
     task = load_task(config.task).with_overrides(prompt=config.prompt, label_words=config.label_words)
     rows = {split: load_split(task, split, config.data_dir) for split in ("train", "dev")}
     model, params, tokenizer = _load_model(config, task)
-    model = GPT2(dataclasses.replace(model.config, dropout=config.dropout, remat=config.remat))
+    how = dataclasses.replace(model.config, dropout=config.dropout, remat=config.remat, dtype=config.dtype)
+    model = GPT2(how)
     limit = model.config.n_positions
     if config.max_length is not None and config.max_length > limit:
         raise ValueError(

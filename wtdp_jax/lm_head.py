@@ -10,6 +10,7 @@ backward pass. The loss of an example is one number, so it is linear in one cota
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -92,7 +93,7 @@ class Head(nn.Module):
         return weighted_loss(hidden, matrix, targets, weights)
 
 
-def promoted(module: LossEmbed | Head, hidden: Array, leaves: Mapping[str, Array]) -> tuple[Array, Array]:
+def promoted(module: LossEmbed | Head, hidden: Array, leaves: Mapping[str, Any]) -> tuple[Array, Array]:
     """A head's inputs and its matrix (V, D), in the type in which it computes."""
     matrix = leaves["embedding"] if isinstance(module, LossEmbed) else leaves["kernel"].T
     hidden, matrix = promote_dtype(hidden, matrix, dtype=module.dtype)

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
 from wtdp_jax.accounting import calibrate_noise_multiplier
-from wtdp_jax.clipping import clipped_grad, partition
+from wtdp_jax.clipping import ClippedGrad, clipped_grad, partition
+from wtdp_jax.clipping.auto import Choice
 from wtdp_jax.config import TrainConfig
 from wtdp_jax.evaluate import Evaluator
 from wtdp_jax.inputs import Inputs
@@ -43,6 +45,7 @@ class Plan:
       optimizer: `noise_key -> optimizer` of a step's sum: noise, division by the expected size, adam or sgd.
       step: the compiled functions of a step.
       evaluate: `params -> Evaluation`, compiled.
+      choice: what engine "auto" stands for; None where one was named.
     """
 
     config: TrainConfig
@@ -53,6 +56,7 @@ class Plan:
     optimizer: Callable[[Any], optax.GradientTransformation]
     step: Step
     evaluate: Evaluator
+    choice: Choice | None
 
     def sampler(self, entropy: int) -> PoissonSampler | ShuffledBatches:
         """Returns what draws the batches; a private run's reads its probability where the accountant does.
@@ -83,7 +87,8 @@ class Plan:
             "sampling_prob": self.statement.sampling_prob,
             "delta": self.statement.delta,
         }
-        return {"num_steps": self.num_steps, **(private or {})}
+        chosen = {"engine": self.choice.engine} if self.choice else {}
+        return {"num_steps": self.num_steps, **(private or {}), **chosen}
 
     def guarantee(self, status: Status, steps: int) -> dict[str, Any]:
         """Returns what privacy.json says.
@@ -101,7 +106,8 @@ class Plan:
         """Returns the guarantee in words."""
         if self.statement is None:
             return "No privacy: the gradients were neither clipped nor noised."
-        return self.statement.describe()
+        chosen = f"{self.choice}\n" if self.choice else ""
+        return chosen + self.statement.describe()
 
 
 def make_plan(config: TrainConfig, inputs: Inputs) -> Plan:
@@ -120,9 +126,9 @@ def make_plan(config: TrainConfig, inputs: Inputs) -> Plan:
     loss_fn = _loss(config, inputs)
     trainable = None if config.trainable is None else _Matches(config.trainable)
     partition(inputs.params, trainable)
-    statement, grad_fn = None, plain_grad(loss_fn, trainable)
+    statement, choice, grad_fn = None, None, plain_grad(loss_fn, trainable)
     if config.regime == "dp":
-        grad_fn = _clipped_grad(config, inputs, loss_fn, trainable)
+        grad_fn, choice = _clipped_grad(config, inputs, loss_fn, trainable)
         statement = _statement(config, num_examples, num_steps, grad_fn.sensitivity)
 
     def optimizer(noise_key: Any) -> optax.GradientTransformation:
@@ -145,6 +151,7 @@ def make_plan(config: TrainConfig, inputs: Inputs) -> Plan:
             inputs.eval_data.arrays,
             config.physical_batch_size,
         ),
+        choice=choice,
     )
 
 
@@ -167,8 +174,8 @@ def _loss(config: TrainConfig, inputs: Inputs) -> Callable[[Any, Any], Array]:
 
 def _clipped_grad(
     config: TrainConfig, inputs: Inputs, loss_fn: Callable[[Any, Any], Array], trainable: _Matches | None
-) -> Any:
-    """The engine; what `uncovered="error"` refuses is refused here, not in the first step."""
+) -> tuple[ClippedGrad, Choice | None]:
+    """The engine, and its choice; what `uncovered="error"` refuses is refused here, not in the first step."""
     grad_fn = clipped_grad(
         loss_fn,
         engine=config.engine,
@@ -179,11 +186,28 @@ def _clipped_grad(
         trainable=trainable,
         uncovered=config.uncovered,
         microbatch_size=config.microbatch_size,
+        memory_budget=None if config.memory_budget_gb is None else int(config.memory_budget_gb * 1e9),
     )
+    choice = None
+    if config.engine == "auto":
+        choice = grad_fn.choose(inputs.params, _physical_batch(config, inputs))
+        grad_fn = dataclasses.replace(grad_fn, engine=choice.engine)
     if config.uncovered == "error":
         row = {name: leaf[:1] for name, leaf in inputs.train_data.arrays.items()}
         jax.eval_shape(grad_fn, inputs.params, row)
-    return grad_fn
+    return grad_fn, choice
+
+
+def _physical_batch(config: TrainConfig, inputs: Inputs) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and types of a physical batch."""
+    rows = config.physical_batch_size
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+        for name, leaf in inputs.train_data.arrays.items()
+    }
+    if inputs.model.config.dropout > 0:
+        batch["dropout_key"] = jax.ShapeDtypeStruct((rows, 2), jnp.uint32)
+    return batch
 
 
 def _statement(

@@ -118,6 +118,26 @@ def test_many_equal_positions(engine: Any, tokens: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loss", [next_token_loss, lm_loss])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_in_bfloat16_with_float32_sums(loss: Any, clipping: Any) -> None:
+    """What is summed are the records that the norm is of, whatever type they were computed in."""
+    config = dataclasses.replace(small.gpt2(tie=True).config, n_positions=12, dtype="bfloat16")
+    grad_fn = clipped_grad(loss(GPT2(config)), engine="bookkeeping", l2_clip_norm=C, clipping=clipping)
+    compiled = jax.jit(grad_fn)
+    worst = 0.0
+    for seed in range(60):
+        batch = small.token_batch(2, tokens=12, dtype=jnp.float32, seed=seed)
+        params = small.random_params(
+            GPT2(config), batch["ids"], dtype=jnp.float32, seed=seed, scale=10 ** (seed % 5 / 2 - 1)
+        )
+        total, per_example = compiled(params, batch, jnp.asarray([False, True]))
+        assert {leaf.dtype for leaf in jax.tree.leaves((total, per_example))} == {jnp.dtype(jnp.float32)}
+        worst = max(worst, _length(total))
+    assert 0.99 * C < worst <= grad_fn.sensitivity
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ghost", "bookkeeping"])
 def test_a_language_models_example_never_exceeds_sensitivity(
     monkeypatch: pytest.MonkeyPatch, engine: Any

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from wtdp_jax.clipping import bookkeeping, ghost, rows
+from wtdp_jax.clipping import auto, bookkeeping, ghost, rows
 from wtdp_jax.clipping.factors import Clipping
 from wtdp_jax.clipping.job import Batch, Job, Outcome, Params
 from wtdp_jax.clipping.materialized import materialized, microbatched
@@ -22,7 +22,7 @@ from wtdp_jax.trees import leaf_paths, merge, partition
 
 __all__ = ["ClippedGrad", "Engine", "PerExample", "clipped_grad", "merge", "partition"]
 
-Engine = Literal["materialized", "microbatched", "ghost", "bookkeeping"]
+Engine = Literal["materialized", "microbatched", "ghost", "bookkeeping", "auto"]
 LossFn = Callable[[Params, Batch], Float[Array, " B"]]
 
 _ENGINES: Mapping[str, Callable[[Job], Outcome]] = {
@@ -36,6 +36,7 @@ _ENGINES: Mapping[str, Callable[[Job], Outcome]] = {
 _COVERAGE: Mapping[str, Callable[[Job], Coverage]] = {
     "ghost": ghost.coverage_of,
     "bookkeeping": bookkeeping.coverage_of,
+    "auto": ghost.coverage_of,
 }
 
 
@@ -68,6 +69,7 @@ class ClippedGrad:
     trainable: Callable[[str], bool] | None
     uncovered: Literal["materialize", "error"]
     microbatch_size: int
+    memory_budget: int | None
 
     def __post_init__(self) -> None:
         choices = {"engine": Engine, "tied_norm": TiedNorm, "clipping": Clipping}
@@ -81,6 +83,8 @@ class ClippedGrad:
             raise ValueError('l2_clip_norm must be finite with clipping="automatic", got inf')
         if self.microbatch_size < 1:
             raise ValueError(f"microbatch_size must be at least 1, got {self.microbatch_size}")
+        if self.memory_budget is not None and self.memory_budget < 1:
+            raise ValueError(f"memory_budget must be at least 1 byte, got {self.memory_budget}")
 
     @property
     def sensitivity(self) -> float:
@@ -89,7 +93,7 @@ class ClippedGrad:
         C, or sqrt(2) C where the cross-term of a tied matrix is left out: ||a + b||^2 <= 2 (||a||^2 +
         ||b||^2). The latter also for an untied model, which this cannot know.
         """
-        omits = self.tied_norm == "omit" and self.engine in ("ghost", "bookkeeping")
+        omits = self.tied_norm == "omit" and self.engine in ("ghost", "bookkeeping", "auto")
         return math.sqrt(2) * self.l2_clip_norm if omits else self.l2_clip_norm
 
     def __call__(
@@ -116,7 +120,7 @@ class ClippedGrad:
         _refuse_varying(batch)
         # Padding may hold anything, NaN included, so it never meets the model.
         job = self._job(params, rows.replace(jax.tree.map(jnp.asarray, batch), is_padding), is_padding)
-        outcome = _ENGINES[self.engine](job)
+        outcome = _ENGINES[self._choose(job).engine if self.engine == "auto" else self.engine](job)
         return outcome.clipped_sum, PerExample(jnp.where(is_padding, 0, outcome.loss), outcome.norm)
 
     def check(self, params: Params, batch: Batch) -> Coverage:
@@ -129,6 +133,22 @@ class ClippedGrad:
         num_rows = rows.size(batch, None)
         job = self._job(params, batch, jnp.zeros(num_rows, bool))
         return _COVERAGE.get(self.engine, Job.coverage)(job)
+
+    def choose(self, params: Params, batch: Batch) -> auto.Choice:
+        """The engine that "auto" stands for on arrays of these shapes; as text, why.
+
+        Args:
+            params: nested dicts of arrays or `jax.ShapeDtypeStruct`.
+            batch: a tree of (B, ...) arrays or shapes.
+
+        Raises:
+            ValueError: when no engine fits in the memory budget.
+        """
+        num_rows = rows.size(batch, None)
+        return self._choose(self._job(params, batch, jnp.zeros(num_rows, bool)))
+
+    def _choose(self, job: Job) -> auto.Choice:
+        return auto.choose(job, _ENGINES, self.memory_budget)
 
     def _job(self, params: Params, batch: Batch, is_padding: Array) -> Job:
         trained, frozen = partition(params, self.trainable)
@@ -167,6 +187,7 @@ def clipped_grad(
     trainable: Callable[[str], bool] | None = None,
     uncovered: Literal["materialize", "error"] = "materialize",
     microbatch_size: int = 1,
+    memory_budget: int | None = None,
 ) -> ClippedGrad:
     """Makes a function that sums clipped per-example gradients.
 
@@ -175,7 +196,8 @@ def clipped_grad(
             model.
         engine: "materialized": vmap of grad, standard per-example clipping. "microbatched": the same, a few
             examples at a time. "ghost": two passes and no per-example gradient. "bookkeeping": one
-            backward pass.
+            backward pass. "auto": of the last two the one with fewer operations that fits in the memory
+            budget, else the second, found by compiling them for the shapes at hand, see `ClippedGrad.choose`.
         l2_clip_norm: C, the largest L2 norm of an example's gradient that is left as it is. 0 gives a sum of
             zeros; inf clips nothing.
         tied_norm: how the norm of a matrix that is embedding and output head is had, by "ghost" and
@@ -189,6 +211,7 @@ def clipped_grad(
         uncovered: what to do with leaves that no rule covers: "materialize" their per-example gradients, or
             "error".
         microbatch_size: examples at a time for "microbatched".
+        memory_budget: bytes for the program that "auto" chooses; None: what the device has.
 
     Raises:
         ValueError: when an argument is none of these.
@@ -202,4 +225,5 @@ def clipped_grad(
         trainable=trainable,
         uncovered=uncovered,
         microbatch_size=microbatch_size,
+        memory_budget=memory_budget,
     )

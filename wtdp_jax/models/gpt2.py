@@ -50,6 +50,8 @@ class GPT2Config:
         in each block (LayerNorm, gelu, attention); "full": the dense layers too, so that three arrays of the
         residual stream's size are all that a block keeps. With either, long sequences have their attention
         scores formed one example at a time.
+      dtype: the type that layers compute in; None: that of the parameters. With "bfloat16" the parameters,
+        the softmaxes and the losses stay in float32.
       dropout: rate on embeddings, attention weights and residual branches; only with `deterministic=False`.
       layer_norm_epsilon: added to the variance in every LayerNorm.
     """
@@ -61,6 +63,7 @@ class GPT2Config:
     n_head: int
     tie_embeddings: bool = True
     remat: bool | Literal["full"] = False
+    dtype: Literal["float32", "bfloat16"] | None = None
     dropout: float = 0.0
     layer_norm_epsilon: float = 1e-5
 
@@ -72,6 +75,8 @@ class GPT2Config:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
         if self.remat not in (False, True, "full"):
             raise ValueError(f'remat must be False, True or "full", got {self.remat!r}')
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"dtype must be None, float32 or bfloat16, got {self.dtype!r}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if not 0.0 < self.layer_norm_epsilon < math.inf:
@@ -106,14 +111,16 @@ class Block(nn.Module):
         residual_stddev = INIT_STDDEV / math.sqrt(2 * config.n_layer)
         drop = nn.Dropout(config.dropout, deterministic=deterministic)
 
-        q, k, v = jnp.split(_dense(3 * config.n_embd, "c_attn")(_layer_norm(config, "ln_1")(x)), 3, axis=-1)
+        q, k, v = jnp.split(
+            _dense(config, 3 * config.n_embd, "c_attn")(_layer_norm(config, "ln_1")(x)), 3, axis=-1
+        )
         attended = checkpoint_name(self._attend(q, k, v, drop), "attended")
-        x = x + drop(_dense(config.n_embd, "attn_c_proj", residual_stddev)(attended))
+        x = x + drop(_dense(config, config.n_embd, "attn_c_proj", residual_stddev)(attended))
         x = checkpoint_name(x, "between")
 
-        hidden = _dense(4 * config.n_embd, "c_fc")(_layer_norm(config, "ln_2")(x))
+        hidden = _dense(config, 4 * config.n_embd, "c_fc")(_layer_norm(config, "ln_2")(x))
         hidden = nn.gelu(hidden, approximate=True)
-        return x + drop(_dense(config.n_embd, "mlp_c_proj", residual_stddev)(hidden))
+        return x + drop(_dense(config, config.n_embd, "mlp_c_proj", residual_stddev)(hidden))
 
     def _attend(
         self, q: Float[Array, "B T D"], k: Float[Array, "B T D"], v: Float[Array, "B T D"], drop: nn.Dropout
@@ -132,7 +139,7 @@ class GPT2(nn.Module):
     """A decoder-only language model; parameters of the L blocks are stacked under `h`.
 
     Parameters: `wte/embedding` (V, D), `wpe/embedding` (n_positions, D), `h/...` (L, ...),
-    `ln_f/{scale, bias}`, and `lm_head/kernel` (D, V) where untied. Computation runs in the parameters' dtype.
+    `ln_f/{scale, bias}`, and `lm_head/kernel` (D, V) where untied.
     """
 
     config: GPT2Config
@@ -141,14 +148,20 @@ class GPT2(nn.Module):
         """Names the layers as Hugging Face does."""
         config = self.config
         embedding_init = nn.initializers.normal(INIT_STDDEV)
-        self.wte = LossEmbed(config.vocab_size, config.n_embd, embedding_init=embedding_init)
-        self.wpe = nn.Embed(config.n_positions, config.n_embd, embedding_init=embedding_init)
+        shared = {"embedding_init": embedding_init, "dtype": config.dtype}
+        self.wte = LossEmbed(config.vocab_size, config.n_embd, **shared)
+        self.wpe = nn.Embed(config.n_positions, config.n_embd, **shared)
         self.drop = nn.Dropout(config.dropout)
         self.h = Block(config)
         self.ln_f = _layer_norm(config)
         if not config.tie_embeddings:
             # The initializer alone reads the embedding, so a tied and an untied model start as one function.
-            self.lm_head = Head(config.n_embd, config.vocab_size, kernel_init=lambda *_: self.wte.embedding.T)
+            self.lm_head = Head(
+                config.n_embd,
+                config.vocab_size,
+                kernel_init=lambda *_: self.wte.embedding.T,
+                dtype=config.dtype,
+            )
 
     def __call__(
         self,
@@ -256,11 +269,13 @@ class GPT2(nn.Module):
         return self.wte.attend(hidden) if self.config.tie_embeddings else self.lm_head(hidden)
 
 
-def _dense(features: int, name: str, stddev: float = INIT_STDDEV) -> nn.Dense:
+def _dense(config: GPT2Config, features: int, name: str, stddev: float = INIT_STDDEV) -> nn.Dense:
     """A dense layer with GPT-2's initialization."""
-    return nn.Dense(features, kernel_init=nn.initializers.normal(stddev), name=name)
+    return nn.Dense(features, kernel_init=nn.initializers.normal(stddev), dtype=config.dtype, name=name)
 
 
 def _layer_norm(config: GPT2Config, name: str | None = None) -> nn.LayerNorm:
     """A LayerNorm whose variance is taken about the mean: E[x^2] - E[x]^2 cancels where |mean| is large."""
-    return nn.LayerNorm(epsilon=config.layer_norm_epsilon, use_fast_variance=False, name=name)
+    return nn.LayerNorm(
+        epsilon=config.layer_norm_epsilon, use_fast_variance=False, dtype=config.dtype, name=name
+    )

@@ -70,7 +70,7 @@ def _setting(tie: bool, loss: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", pytest.param("automatic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("loss", ["next_token", "lm"])
+@pytest.mark.parametrize("loss", ["next_token", pytest.param("lm", marks=pytest.mark.slow)])
 def test_exact_in_float64(float64: None, tie: bool, loss: str, clipping: Any, engine: Any) -> None:
     loss_fn, params, batch, is_padding, gradients = _setting(tie, loss)
     norms = oracle.norms(gradients)
@@ -87,7 +87,7 @@ def test_exact_in_float64(float64: None, tie: bool, loss: str, clipping: Any, en
 
 @pytest.mark.parametrize("engine", GHOSTLY)
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("tied_norm", ["cross_term", "materialize"])
+@pytest.mark.parametrize("tied_norm", ["cross_term", pytest.param("materialize", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("remat", [False, pytest.param("full", marks=pytest.mark.slow)])
 def test_long_sequences(
     float64: None, monkeypatch: pytest.MonkeyPatch, tie: bool, engine: Any, tied_norm: Any, remat: Any

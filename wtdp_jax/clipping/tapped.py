@@ -89,11 +89,27 @@ def confirmed(job: Job, coverage: Coverage, probes: list[Any]) -> Coverage:
 
 
 def _program(job: Job, params: Params) -> str:
-    """The loss of one example, without what it does not use, and without the addresses of functions in it."""
+    """The loss of one example, without what it does not use, as text that tells what it computes."""
     with jax.disable_jit(False):
         program = jax.make_jaxpr(lambda p, e: capture.example_loss(job.loss_fn, p, e))(params, job.example())
     used, _ = partial_eval.dce_jaxpr(program.jaxpr, True)
-    return re.sub(r"0x[0-9a-f]+", "", str(used))
+    # Addresses of functions, and the trees that a scan's arguments came in (from jax 0.12 on), are left out.
+    return _without_trees(re.sub(r"0x[0-9a-f]+", "", str(used)))
+
+
+def _without_trees(program: str) -> str:
+    """A program's text without its `ft_in=(...)` and the like, whose brackets are balanced."""
+    first, *others = re.split(r"\bft_\w+=(?=\()", program)
+    return first + "".join(_after_brackets(text) for text in others)
+
+
+def _after_brackets(text: str) -> str:
+    depth = 0
+    for index, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth == 0:
+            return text[index + 1 :]
+    return text
 
 
 def _of_example(layer: Layer, probe: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ model's remat policy, and to the materialized engine, which is standard per-exam
 size is timed together: every program once a round, in an order shuffled each round. `gradient` is the
 (clipped) sum alone; `step` is one program of gradient, noise, division and adam, which writes parameters and
 optimizer state over the old ones, and whose memory includes these; the baselines' step has no noise. FLOPs
-are those of matrix products. A variant that needs too much memory is compiled and not run.
+are those of matrix products. The baseline without remat has whole logits. A variant that needs too much
+memory is compiled and not run.
 
 Dimension key: B examples, T tokens, V vocabulary.
 """
@@ -310,8 +311,20 @@ def _model(setting: Setting, model: Model, *, remat: Remat) -> GPT2:
     return GPT2(GPT2Config.preset(setting.preset, **shape))
 
 
+def _whole_lm_loss(model: GPT2) -> Callable[[Any, Any], jax.Array]:
+    """`lm_loss` as people write it, with whole logits; the batch's weights are ones."""
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        losses = model.apply({"params": params}, batch["ids"], method="token_losses")
+        return jnp.mean(losses[:, 1:], -1)
+
+    return loss_fn
+
+
 def _grad_fn(config: BenchConfig, case: Case) -> step_cost.GradFn:
-    loss_fn = _LOSSES[case.setting.loss](_model(case.setting, case.model, remat=case.remat))
+    is_plain = case.engine == "non-private" and not case.remat
+    make_loss = _whole_lm_loss if is_plain and case.setting.loss == "lm" else _LOSSES[case.setting.loss]
+    loss_fn = make_loss(_model(case.setting, case.model, remat=case.remat))
     if case.engine == "non-private":
         return plain_grad(loss_fn)
     return clipped_grad(

@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from experiments.bench_engines import BenchConfig
 from experiments.check_norms import CheckConfig
 from wtdp_jax.clipping import Engine
 from wtdp_jax.clipping.factors import Clipping
@@ -40,7 +41,11 @@ def test_each_of_the_two_commands_stands_once_and_installs_first(end: str) -> No
 
 
 def test_flags_exist() -> None:
-    fields = [field.name for config in (TrainConfig, CheckConfig) for field in dataclasses.fields(config)]
+    fields = [
+        field.name
+        for config in (TrainConfig, CheckConfig, BenchConfig)
+        for field in dataclasses.fields(config)
+    ]
     known = {name.replace("_", "-") for name in fields} | {"help", "check"}
     flags = set(re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z-]+)", _README))
     assert "tie-embeddings" in flags and flags <= known

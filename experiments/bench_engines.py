@@ -344,7 +344,7 @@ def time_programs(
         model: Arrays(jax.jit(lambda model=model: initial_state(config, setting, model))())
         for model in config.models
     }
-    limit = config.run_limit_gb * GB if config.run_limit_gb else 0.75 * step_cost.device_memory()
+    limit = config.run_limit_gb * GB if config.run_limit_gb else 0.75 * compiled.device_memory()
     calls: dict[Any, Callable[[], Any]] = {}
     for model, kept in arrays.items():
         calls[model, "noise"], calls[model, "optimizer"] = kept.noise, kept.optimizer

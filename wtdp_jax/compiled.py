@@ -7,8 +7,11 @@ its trip count.
 
 import dataclasses
 import math
+import os
 import re
 from typing import Any, NamedTuple
+
+import jax
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
@@ -72,6 +75,20 @@ def matmul_flops(compiled: Any) -> int:
         ValueError: where a product is a convolution or a library's, which it cannot count.
     """
     return _Program(compiled.as_text()).flops()
+
+
+def countable_matmul_flops(compiled: Any) -> int | None:
+    """`matmul_flops`; None where a product cannot be counted, as on a GPU."""
+    try:
+        return matmul_flops(compiled)
+    except ValueError:
+        return None
+
+
+def device_memory() -> int:
+    """Bytes that the first device says it has; the machine's memory where it doesn't say."""
+    reported = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return reported or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class _Program:

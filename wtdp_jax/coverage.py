@@ -37,7 +37,6 @@ class Layer:
         leaves: names of its trainable leaves, "kernel" and the like.
         stack: shape of the leading axes along which the module is stacked, () or (L,) under nn.scan.
         calls: its call, or embedding's and head's, for one slice and one example.
-        dtypes: the types of its leaves.
     """
 
     path: str
@@ -45,7 +44,6 @@ class Layer:
     leaves: tuple[str, ...]
     stack: tuple[int, ...]
     calls: tuple[capture.Call, ...]
-    dtypes: tuple[jnp.dtype, ...]
 
     @property
     def leaf_paths(self) -> tuple[str, ...]:
@@ -159,7 +157,6 @@ def _layer(module: str, leaves: Mapping[str, Any], reads: Reads) -> Layer:
         leaves=tuple(leaf_name(path) for path in leaves),
         stack=tuple(leaf.shape[: _stacked(reads.of(path))]),
         calls=calls,
-        dtypes=tuple({leaf.dtype for leaf in leaves.values()}),
     )
 
 

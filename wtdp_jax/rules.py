@@ -68,11 +68,19 @@ def dense_squared_norm(a: Float[Array, "T I"], d: Float[Array, "T O"]) -> Float[
     parts = a_squares * d_squares
     if positions == 1:
         return parts[0]
-    if positions * (features_in + features_out) > features_in * features_out:
+    if gradient_is_smaller(positions, features_in, features_out):
         return rounded_up(_tiled_squared_norm(a, d), jnp.sum(parts))
     total = rounded_up(jnp.sum(_dot(a, a.T) * _dot(d, d.T)), jnp.sum(parts))
     missing = features_out * tiny * jnp.sum(a_squares) + features_in * tiny * jnp.sum(d_squares)
     return total + positions * missing
+
+
+def gradient_is_smaller(positions: int, features_in: int, features_out: int) -> bool:
+    """Whether a dense layer's gradient (I, O) is smaller than inputs (T, I) and backprops (T, O) together.
+
+    Then the product that forms it also takes fewer operations than the two Gram matrices.
+    """
+    return features_in * features_out < positions * (features_in + features_out)
 
 
 def bias_squared_norm(d: Float[Array, "T O"]) -> Float[Array, ""]:

@@ -6,7 +6,6 @@ noise.
 """
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -95,12 +94,8 @@ def planned(programs: Programs) -> dict[str, int | None]:
 
     Operations are None where products are a library's, as on a GPU, and can't be counted.
     """
-    try:
-        flops = compiled.matmul_flops(programs.gradient)
-    except ValueError:
-        flops = None
     return {
-        "flops": flops,
+        "flops": compiled.countable_matmul_flops(programs.gradient),
         "temp_bytes": compiled.memory(programs.gradient).temporaries,
         "step_bytes": compiled.memory(programs.step).total,
     }
@@ -135,12 +130,6 @@ class Arrays:
     def _keep(self, outputs: tuple[Params, Any]) -> tuple[Params, Any]:
         self.state = self.state._replace(params=outputs[0], opt_state=outputs[1])
         return outputs
-
-
-def device_memory() -> int:
-    """Bytes that the device says it has; the machine's memory where it doesn't say."""
-    reported = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    return reported or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def device_peak(call: Callable[[], Any]) -> int | None:

@@ -200,11 +200,10 @@ class Tap(Interceptor):
         index, emitted = probe.layer, probe.value["emitted"]
         use = "embedding" if kind == "embed" else "head"
         inputs = jax.lax.stop_gradient(jnp.asarray(args[0]))  # one array, for JAX to keep it once
-        y = next_fun(*args)
+        y = _one_per_example(next_fun(*args), emitted)
         if "factor" in probe.value:
             own = self.run(kind, module, (inputs,), {**params, **probe.value["leaves"]})
             y = self._weigh(y, own, use, probe)
-        y = _one_per_example(y, emitted)
         call = describe(kind, module, args[0], y, params)
         if index not in self._tied:
             return _tap(_reading_residuals(functools.partial(self._emit, index), call), y, inputs, emitted)
@@ -216,9 +215,9 @@ class Tap(Interceptor):
 
     def _weigh(self, y: Array, own: Array, use: str, probe: Probe) -> Array:
         """`y`, whose cotangent goes, times the factor, to `own` too: the same as a function of the leaves."""
-        factor, emitted = probe.value["factor"], probe.value["emitted"]
+        factor = probe.value["factor"]
         factor = factor[use] if probe.layer in self._tied else factor
-        return _weigh(_one_per_example(y, emitted), _one_per_example(own, emitted), factor)
+        return _weigh(y, _one_per_example(own, probe.value["emitted"]), factor)
 
     def _linked(self, link: Link, call: Call, y: Array, inputs: Array, probe: Probe) -> Array:
         index, value = probe

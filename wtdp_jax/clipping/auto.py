@@ -1,7 +1,6 @@
 """Chooses an engine by what the compiled programs of each would cost."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -74,7 +73,7 @@ def choose(job: Job, engines: Engines, memory_budget: int | None) -> Choice:
     Raises:
         ValueError: when none fits.
     """
-    budget = _device_memory() if memory_budget is None else memory_budget
+    budget = compiled.device_memory() if memory_budget is None else memory_budget
     candidates = tuple(_cost(name, engines[name], job) for name in CANDIDATES)
     fitting = [c for c in candidates if not c.refusal and c.memory <= budget]
     if not fitting:
@@ -96,11 +95,8 @@ def _cost(name: Chosen, engine: Callable[[Job], Outcome], job: Job) -> Candidate
         program = jax.jit(run).lower(*shapes).compile()
     except ValueError as error:  # an engine may refuse a model
         return Candidate(engine=name, refusal=str(error).splitlines()[0])
-    try:
-        flops = compiled.matmul_flops(program)
-    except ValueError:
-        flops = None
-    return Candidate(engine=name, flops=flops, memory=compiled.memory(program).total)
+    flops, memory = compiled.countable_matmul_flops(program), compiled.memory(program)
+    return Candidate(engine=name, flops=flops, memory=memory.total)
 
 
 def _tell(candidate: Candidate) -> str:
@@ -108,9 +104,3 @@ def _tell(candidate: Candidate) -> str:
         return f"{candidate.engine} refuses: {candidate.refusal}"
     flops = "unknown operations" if candidate.flops is None else f"{candidate.flops / 1e9:.3g} GFLOP"
     return f"{candidate.engine} {flops} in {candidate.memory / 1e9:.3g} GB"
-
-
-def _device_memory() -> int:
-    """Bytes of the first device, or of the machine."""
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    return statistics.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -92,8 +92,7 @@ def _weighted_sums(coverage: Coverage, kept: list[Any], clipped: Factors, like: 
         def of_slice(inputs: tuple[Any, Array]) -> dict[str, Array]:
             return layers.gradient_sums(layer, jax.tree.map(finite, inputs[0]), inputs[1])
 
-        weights = jnp.moveaxis(clipped.factors[Group(layer.path, layer.stack)], 0, -1)
-        return _slice_by_slice(of_slice, layer)((kept, weights))
+        return _slice_by_slice(of_slice, layer)((kept, tapped.factors_of(layer, clipped)))
 
     sums = [sums_of(*pair) for pair in zip(coverage.layers, kept, strict=True)]
     return tapped.by_layer(coverage, sums, like)

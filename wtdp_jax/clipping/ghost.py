@@ -20,7 +20,6 @@ from jax import Array
 
 from wtdp_jax import capture, rules, taps
 from wtdp_jax.clipping import factors, layers, rows, tapped
-from wtdp_jax.clipping.factors import Factors
 from wtdp_jax.clipping.job import Job, Outcome, Params
 from wtdp_jax.coverage import Coverage, Layer
 from wtdp_jax.head_rules import HeadStatistics
@@ -81,10 +80,11 @@ def coverage_of(job: Job) -> Coverage:
 def _refuse_narrow_layers(coverage: Coverage) -> None:
     """In bfloat16 the passes differ by its rounding, and norms and sums are rounded to it: no bound holds."""
     for layer in coverage.layers:
-        for dtype in (*layer.dtypes, *(call.outputs.dtype for call in layer.calls)):
-            if jnp.finfo(dtype).bits < 32:
+        leaves = [coverage.leaves[path] for path in layer.leaf_paths]
+        for array in (*leaves, *(call.outputs for call in layer.calls)):
+            if jnp.finfo(array.dtype).bits < 32:
                 raise ValueError(
-                    f'engine "ghost" needs layers in float32 or wider, got {layer.path} in {dtype}: '
+                    f'engine "ghost" needs layers in float32 or wider, got {layer.path} in {array.dtype}: '
                     'use engine "bookkeeping"'
                 )
 
@@ -112,7 +112,7 @@ def _two_passes(job: Job, coverage: Coverage) -> Outcome:
         for layer, norm in zip(coverage.layers, norms, strict=True)
     }
     clipped, uncovered_sum = tapped.clip(job, coverage, split, squared, gradients)
-    factors_of = _per_call(coverage, lambda layer: _factors(layer, clipped))
+    factors_of = _per_call(coverage, lambda layer: tapped.factors_of(layer, clipped))
     weighed = _with_last_arguments(backward, jax.tree.leaves(factors_of))
     if weighed is None:
         _, weighed = jax.vjp(losses_fn, *arguments, *jax.tree.leaves(factors_of))
@@ -236,16 +236,11 @@ def _unknown(layer: Layer, job: Job) -> Array:
     return jnp.full((*layer.stack, job.num_rows), jnp.nan, dtype)
 
 
-def _factors(layer: Layer, clipped: Factors) -> Array:
-    """A layer's factors (*stack, B)."""
-    return jnp.moveaxis(clipped.factors[factors.Group(layer.path, layer.stack)], 0, -1)
-
-
 def _with_last_arguments(backward: Any, values: list[Array]) -> Callable | None:
     """What `jax.vjp` returned, with other values for the last arguments, which the backward pass alone reads.
 
-    None where it holds something made of an argument in place of the argument itself, such as the slices that
-    a loss takes which loops over layers by hand. Then a second forward pass is needed.
+    None where it holds something made of an argument in place of the argument itself, such as a scan's slices
+    where JAX runs op by op. Then a second forward pass is needed.
     """
     kept = getattr(backward, "args_res", [])
     others, last = kept[: -len(values)], kept[-len(values) :]

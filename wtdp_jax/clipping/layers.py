@@ -1,7 +1,7 @@
 """Norm and weighted gradient sum of one covered layer, from its records.
 
-A record is what `wtdp_jax.capture.record` makes of a layer's activations and backprops for one example; that
-of a matrix that is embedding and head has the parts "embedding" and "head".
+A record is what `wtdp_jax.capture.record` or `wtdp_jax.clipping.records` makes of a layer's call for one
+example; that of a matrix that is embedding and head has the parts "embedding" and "head".
 """
 
 from collections.abc import Mapping

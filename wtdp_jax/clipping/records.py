@@ -32,7 +32,10 @@ def of_call(call: capture.Call, d: Array) -> dict[str, Array]:
         "bias_parts"}; the parts are what `wtdp_jax.rules.summed_squared_norm` takes.
     """
     record = capture.record(call, d)
-    if call.kind != "dense" or not _gradient_is_smaller(record["a"], record["d"]):
+    if call.kind != "dense":
+        return record
+    positions, features_in = record["a"].shape
+    if not rules.gradient_is_smaller(positions, features_in, d.shape[-1]):
         return record
     wide = rules.accumulation_dtype(d.dtype)
     a, d = record["a"].astype(wide), record["d"].astype(wide)
@@ -92,10 +95,3 @@ def _shapes_of_loss(call: capture.Call, num_tokens: int | None) -> dict[str, jax
     if num_tokens is not None:
         sizes["rows"] = (num_tokens, width)
     return {name: jax.ShapeDtypeStruct(size, wide) for name, size in sizes.items()}
-
-
-def _gradient_is_smaller(a: Array, d: Array) -> bool:
-    """Whether (I, O) is smaller than (T, I) and (T, O) together."""
-    positions, features_in = a.shape
-    features_out = d.shape[1]
-    return features_in * features_out < positions * (features_in + features_out)

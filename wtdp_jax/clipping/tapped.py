@@ -77,7 +77,6 @@ def confirmed(job: Job, coverage: Coverage, probes: list[Any]) -> Coverage:
         coverage: its coverage.
         probes: shapes and types of each layer's probe, for the whole batch.
     """
-
     params = merge(job.trained, job.frozen)
     keyed = zip(coverage.layers, capture.probe_keys(len(probes)), probes, strict=True)
     entries = {layer.path: {key: _of_example(layer, probe)} for layer, key, probe in keyed}
@@ -167,6 +166,11 @@ def by_layer(coverage: Coverage, sums: Sequence[Mapping[str, Array]], like: Para
         for path in layer.leaf_paths
     }
     return map_with_path(lambda path, _: by_path[path], like)
+
+
+def factors_of(layer: Layer, clipped: factors.Factors) -> Array:
+    """A layer's clip factors, (*stack, B)."""
+    return jnp.moveaxis(clipped.factors[factors.Group(layer.path, layer.stack)], 0, -1)
 
 
 def tied_indices(layers: tuple[Layer, ...]) -> frozenset[int]:

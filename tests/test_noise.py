@@ -138,6 +138,48 @@ def test_every_shape_is_served(shape: tuple[int, ...]) -> None:
     assert len(np.unique(sample)) == sample.size
 
 
+def test_chunks_are_one_stream_without_repetition() -> None:
+    size = noise._CHUNK
+    sample = np.asarray(standard_normal(KEY, (2 * size + 7,)))
+    np.testing.assert_array_equal(sample[:size], standard_normal(KEY, (size,)))
+    chunks = [sample[:size], sample[size : 2 * size], sample[2 * size :]]
+    assert abs(np.corrcoef(chunks[0], chunks[1])[0, 1]) < 5 / math.sqrt(size)
+    assert not np.isin(chunks[2], sample[: 2 * size]).all()
+    assert kolmogorov_smirnov(chunks[1]) < 1.95
+    # Of 2^20 float32 normals some thousand pairs are equal by chance, where a repeated chunk would halve them.
+    assert len(np.unique(sample)) > 0.9 * len(sample)
+
+
+def test_words_are_threefrys_of_key_and_counter() -> None:
+    # Known answers of threefry2x32-20 (Salmon et al. 2011), key 0 and counter 0; the counter is (0, i).
+    zero = jax.random.wrap_key_data(words(0, 0), impl="threefry2x32")
+    radius, angle = noise._random_words(zero, words(0), jnp.float32)
+    assert (int(radius[0]), int(angle[0])) == (0x6B200159, 0x99BA4EFE)
+    first, second = (noise._random_words(zero, words(i), jnp.float32) for i in (0, 1))
+    both = noise._random_words(zero, words(0, 1), jnp.float32)
+    np.testing.assert_array_equal(np.stack(both), np.concatenate([first, second], 1))
+
+
+@pytest.mark.usefixtures("float64")
+def test_64_bit_words_are_of_two_blocks() -> None:
+    zero = jax.random.wrap_key_data(words(0, 0), impl="threefry2x32")
+    radius, angle = noise._random_words(zero, words(0), jnp.float64)
+    assert (int(radius[0]) & 0xFFFFFFFF, int(angle[0]) & 0xFFFFFFFF) == (0x6B200159, 0x99BA4EFE)
+    assert (int(radius[0]) >> 32, int(angle[0]) >> 32) not in [(0, 0), (0x6B200159, 0x99BA4EFE)]
+
+
+def test_noise_needs_no_second_leaf() -> None:
+    leaf = jax.ShapeDtypeStruct((5_000, 1_000), jnp.float32)
+    transform = add_gaussian_noise(1.0, KEY)
+
+    def noised(leaf: Array) -> Array:
+        return transform.update(leaf, transform.init(leaf))[0]
+
+    memory = jax.jit(noised, donate_argnums=0).lower(leaf).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * 5_000_000
+    assert memory.temp_size_in_bytes < 0.5 * memory.alias_size_in_bytes
+
+
 def test_jit_and_vmap_change_nothing() -> None:
     keys = jax.random.split(KEY, 3)
     one_by_one = jnp.stack([standard_normal(key, (7,)) for key in keys])

@@ -3,8 +3,9 @@
 Privacy rests on the tails: what noise can never reach, an observer can rule out. `jax.random.normal` in
 float32 never leaves [-5.42, 5.22], which alone costs a delta near 1e-4 at one coordinate of one step at noise
 multiplier 0.6. The normals here reach 7.44 standard deviations in float32 (9.99 in float64) and are symmetric
-by construction, at about the cost of `jax.random.normal`, because a pair of them needs no more random words
-than a pair of those.
+by construction. They cost less than those of `jax.random.normal`, because a pair takes one block of random
+words where `jax.random` draws one for each word, and a chunk stays in the processor's cache until it is added
+to its leaf: `experiments/bench_noise.py` measures both.
 """
 
 import hashlib
@@ -17,13 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.random import threefry_2x32
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Key, PyTree, UInt
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree, UInt
 
 # How a pair's second word is spent: 7 bits lengthen the radius, 3 choose the octant, the rest is the angle in
 # it.
 _RADIUS_BITS = 7
 _OCTANT_BITS = 3
+
+# Normals that are drawn and added at a time; even, for pairs. So many keep a device busy, and a few MB of
+# memory are all that noise needs. Part of the stream: other chunks give other noise.
+_CHUNK = 2**19
 
 
 class GaussianNoiseState(NamedTuple):
@@ -129,14 +135,6 @@ def _key_from_bytes(key_bytes: bytes) -> Key[Array, ""]:
     return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
 
 
-def _add_noise(leaf: Array, stddev: float, key: Key[Array, ""]) -> Float[Array, "..."]:
-    """The leaf plus noise, in float32 or wider."""
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise ValueError(f"leaves to be noised must be real floats, got {leaf.dtype}")
-    dtype = jnp.promote_types(jnp.float32, leaf.dtype)
-    return leaf.astype(dtype) + stddev * standard_normal(key, leaf.shape, dtype)
-
-
 @partial(jax.jit, static_argnames=("shape", "dtype"))
 def standard_normal(
     key: Key[Array, ""], shape: tuple[int, ...], dtype: DTypeLike = jnp.float32
@@ -149,13 +147,68 @@ def standard_normal(
         dtype: float32, or float64 where 64-bit types are on.
 
     Returns:
-        Independent normals of that shape and type.
+        Independent normals of that shape and type, the same that noise under this key is made of.
     """
-    word = jnp.uint64 if dtype == jnp.float64 else jnp.uint32
-    size = math.prod(shape)
-    radius_words, angle_words = jax.random.bits(key, (2, (size + 1) // 2), word)
-    pair = jnp.stack(normals_from_bits(radius_words, angle_words))
-    return pair.reshape(-1)[:size].reshape(shape)
+    return _add_normals(jnp.zeros(shape, dtype), 1.0, key)
+
+
+def _add_noise(leaf: Array, stddev: float, key: Key[Array, ""]) -> Float[Array, "..."]:
+    """The leaf plus noise, in float32 or wider."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise ValueError(f"leaves to be noised must be real floats, got {leaf.dtype}")
+    return _add_normals(leaf.astype(jnp.promote_types(jnp.float32, leaf.dtype)), stddev, key)
+
+
+@jax.jit
+def _add_normals(leaf: Array, stddev: float | Array, key: Key[Array, ""]) -> Float[Array, "..."]:
+    """The leaf plus normals times `stddev`, chunk after chunk in its own memory."""
+
+    def add(number: int | Array, flat: Array, size: int) -> Array:
+        start = (number * _CHUNK,)
+        part = jax.lax.dynamic_slice(flat, start, (size,))
+        part += jnp.asarray(stddev, flat.dtype) * _normals_of_chunk(key, number, size, flat.dtype)
+        return jax.lax.dynamic_update_slice(flat, part, start)
+
+    flat = leaf.reshape(-1)
+    chunks, rest = divmod(flat.size, _CHUNK)
+    if chunks:
+        flat = jax.lax.fori_loop(0, chunks, lambda number, flat: add(number, flat, _CHUNK), flat)
+    return (add(chunks, flat, rest) if rest else flat).reshape(leaf.shape)
+
+
+def _normals_of_chunk(
+    key: Key[Array, ""], number: int | Array, size: int, dtype: DTypeLike
+) -> Float[Array, " size"]:
+    """The first normals of one chunk: pair i of the key's stream is made of its blocks i."""
+    pairs = (size + 1) // 2
+    first = jnp.asarray(number, jnp.uint32) * (_CHUNK // 2)
+    counters = first + jnp.arange(pairs, dtype=jnp.uint32)
+    pair = normals_from_bits(*_random_words(key, counters, dtype))
+    return jnp.concatenate(pair)[:size]
+
+
+def _random_words(
+    key: Key[Array, ""], counters: UInt[Array, " n"], dtype: DTypeLike
+) -> tuple[UInt[Array, " n"], UInt[Array, " n"]]:
+    """Two random words for each counter, of 32 bits for float32 and of 64 for float64.
+
+    These are the two words of a threefry block, where `jax.random.bits` makes a block for each.
+    """
+
+    def block(upper: int) -> tuple[Array, Array]:
+        blocks = jnp.stack([jnp.full_like(counters, upper), counters])
+        words = threefry_2x32(jax.random.key_data(key), blocks)
+        return words[0], words[1]
+
+    if dtype != jnp.float64:
+        return block(0)
+    radius, angle = ((low, high) for low, high in zip(block(0), block(1), strict=True))
+    return _join(*radius), _join(*angle)
+
+
+def _join(low: UInt[Array, " n"], high: UInt[Array, " n"]) -> UInt[Array, " n"]:
+    """64-bit words of 32-bit halves."""
+    return low.astype(jnp.uint64) | (high.astype(jnp.uint64) << 32)
 
 
 def normals_from_bits(
@@ -185,16 +238,40 @@ def normals_from_bits(
     cell = low_bits(radius_words, word_bits - 1).astype(dtype) * 2**_RADIUS_BITS
     cell += low_bits(angle_words, _RADIUS_BITS).astype(dtype) + 0.5
     tail = cell * 2.0 ** -(word_bits + _RADIUS_BITS)  # in (0, 1/2]: u, or 1 - u where the top bit is set
-    radius = jnp.sqrt(-2 * jnp.where(_bit(radius_words, word_bits - 1), jnp.log1p(-tail), jnp.log(tail)))
+    radius = jnp.sqrt(-2 * _log_of_uniform(tail, _bit(radius_words, word_bits - 1)))
 
     angle_bits = word_bits - _RADIUS_BITS - _OCTANT_BITS
     angle = (angle_words >> (_RADIUS_BITS + _OCTANT_BITS)).astype(dtype) + 0.5
-    angle *= math.pi / 4 * 2.0**-angle_bits
-    near, far = radius * jnp.cos(angle), radius * jnp.sin(angle)
+    cos, sin = _cos_sin(angle * (math.pi / 4 * 2.0**-angle_bits))
+    near, far = radius * cos, radius * sin
 
     swap, negate_x, negate_y = (_bit(angle_words, _RADIUS_BITS + i) for i in range(_OCTANT_BITS))
     x, y = jnp.where(swap, far, near), jnp.where(swap, near, far)
     return jnp.where(negate_x, -x, x), jnp.where(negate_y, -y, y)
+
+
+def _log_of_uniform(tail: Float[Array, " n"], is_upper: Bool[Array, " n"]) -> Float[Array, " n"]:
+    """log(1 - tail) where the tail is the upper one, else log(tail), by one logarithm.
+
+    1 - tail is rounded to v; log(v) times tail / (1 - v), whose divisor is exact, makes good for that.
+    """
+    v = jnp.where(is_upper, 1 - tail, tail)
+    log = jnp.log(v)
+    rounded_away = v == 1
+    corrected = log * (tail / jnp.where(rounded_away, 1, 1 - v))
+    return jnp.where(is_upper, jnp.where(rounded_away, -tail, corrected), log)
+
+
+def _cos_sin(angle: Float[Array, " n"]) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    """Both for angles in [0, pi / 4], by Taylor's series, whose rest is below the type's precision there."""
+    terms = 6 if angle.dtype == jnp.float32 else 10
+    square = jnp.square(angle)
+
+    def series(first: int) -> Array:
+        coefficients = [(-1) ** k / math.factorial(2 * k + first) for k in range(terms)]
+        return jnp.polyval(jnp.asarray(coefficients[::-1], angle.dtype), square, unroll=terms)
+
+    return series(0), angle * series(1)
 
 
 def _bit(words: UInt[Array, " n"], place: int) -> Array:

@@ -162,27 +162,27 @@ def _add_noise(leaf: Array, stddev: float, key: Key[Array, ""]) -> Float[Array, 
 @jax.jit
 def _add_normals(leaf: Array, stddev: float | Array, key: Key[Array, ""]) -> Float[Array, "..."]:
     """The leaf plus normals times `stddev`, chunk after chunk in its own memory."""
-
-    def add(number: int | Array, flat: Array, size: int) -> Array:
-        start = (number * _CHUNK,)
-        part = jax.lax.dynamic_slice(flat, start, (size,))
-        part += jnp.asarray(stddev, flat.dtype) * _normals_of_chunk(key, number, size, flat.dtype)
-        return jax.lax.dynamic_update_slice(flat, part, start)
-
     flat = leaf.reshape(-1)
-    chunks, rest = divmod(flat.size, _CHUNK)
-    if chunks:
-        flat = jax.lax.fori_loop(0, chunks, lambda number, flat: add(number, flat, _CHUNK), flat)
-    return (add(chunks, flat, rest) if rest else flat).reshape(leaf.shape)
+    size = min(_CHUNK, flat.size)
+
+    def add(number: Array, flat: Array) -> Array:
+        # The last chunk ends where the leaf does; what it shares with the one before already has noise.
+        first = number * _CHUNK
+        start = jnp.minimum(first, flat.size - size)
+        is_new = jnp.arange(size) >= first - start
+        normals = jnp.where(is_new, _normals_of_chunk(key, number, size, flat.dtype), 0)
+        part = jax.lax.dynamic_slice(flat, (start,), (size,))
+        return jax.lax.dynamic_update_slice(flat, part + jnp.asarray(stddev, flat.dtype) * normals, (start,))
+
+    return jax.lax.fori_loop(0, -(-flat.size // _CHUNK), add, flat).reshape(leaf.shape)
 
 
 def _normals_of_chunk(
-    key: Key[Array, ""], number: int | Array, size: int, dtype: DTypeLike
+    key: Key[Array, ""], number: Array, size: int, dtype: DTypeLike
 ) -> Float[Array, " size"]:
-    """The first normals of one chunk: pair i of the key's stream is made of its blocks i."""
+    """The first normals of one chunk: pair i of the key's stream is made of its block i."""
     pairs = (size + 1) // 2
-    first = jnp.asarray(number, jnp.uint32) * (_CHUNK // 2)
-    counters = first + jnp.arange(pairs, dtype=jnp.uint32)
+    counters = number.astype(jnp.uint32) * (_CHUNK // 2) + jnp.arange(pairs, dtype=jnp.uint32)
     pair = normals_from_bits(*_random_words(key, counters, dtype))
     return jnp.concatenate(pair)[:size]
 

@@ -32,30 +32,32 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from wtdp_jax import benchmark, cli, clipped_grad, compiled, step_cost
-from wtdp_jax.benchmark import GB, Column, Row
+from wtdp_jax import cli, compiled
+from wtdp_jax.benchmark import figures, runs, step_cost, tables, timing
+from wtdp_jax.benchmark.compilations import compilations_in_a_run
+from wtdp_jax.benchmark.engine_cases import (
+    Case,
+    DType,
+    Loss,
+    Model,
+    Remat,
+    Setting,
+    Variant,
+    compile_case,
+    initial_state,
+    largest_batch,
+)
+from wtdp_jax.benchmark.step_cost import Arrays, Programs
+from wtdp_jax.benchmark.tables import GB, Column, Row
 from wtdp_jax.clipping import Engine
-from wtdp_jax.losses import lm_loss, next_token_loss
-from wtdp_jax.models import GPT2, GPT2Config
-from wtdp_jax.noise import key_from_seed
+from wtdp_jax.models import GPT2Config
 from wtdp_jax.rules import TiedNorm
-from wtdp_jax.sampling import PoissonSampler
-from wtdp_jax.step import make_step, plain_grad
-from wtdp_jax.step_cost import Arrays, Programs, State
 
-Model = Literal["tied", "untied"]
-Loss = Literal["next_token", "lm"]
-DType = Literal["float32", "bfloat16"]
-Variant = Literal[Engine, "non-private"]
-Remat = bool | Literal["full"]
-
-_LOSSES = {"next_token": next_token_loss, "lm": lm_loss}
 _FIGURES = {
     "flops": Column("GFLOP", "flops", ".4g", 1e9),
     "temp_bytes": Column("gradient temp (GB)", "temp_bytes", ".4g", GB),
@@ -135,7 +137,7 @@ class BenchConfig:
     run_limit_gb: float | None = None
     """A variant whose step needs more GB is not run; None: three quarters of the device's memory."""
 
-    cpu_fusions: benchmark.CpuFusions = "dots"
+    cpu_fusions: runs.CpuFusions = "dots"
     """What XLA hands to its CPU library: "dots", each by itself, or "all", its default, with which sums of
     weighted per-example gradients are an order of magnitude slower, and memory is planned too low."""
 
@@ -178,29 +180,9 @@ class BenchConfig:
         )
 
 
-class Setting(NamedTuple):
-    """What is timed together."""
-
-    preset: str
-    loss: Loss
-    dtype: DType
-    batch_size: int
-    length: int
-
-
-class Case(NamedTuple):
-    """One line of the table: a setting, a model, and how its gradient is made."""
-
-    setting: Setting
-    model: Model
-    engine: Variant
-    tied_norm: TiedNorm | None
-    remat: Remat
-
-
 def main(config: BenchConfig) -> None:
     """Measures, and writes results.json, table.md and the figures."""
-    benchmark.new_folder(config.out)
+    runs.new_folder(config.out)
     config = config.effective()
     compilations = compilations_in_a_run()
     compilations_line = (
@@ -212,15 +194,15 @@ def main(config: BenchConfig) -> None:
     table = ""
     for setting in settings(config):
         rows += measure(config, setting)
-        table = f"{tables(rows)}\n\n{compilations_line}"
+        table = f"{markdown(rows)}\n\n{compilations_line}"
         # After each setting: what is measured stays, whatever befalls a larger one.
         record = {
-            **benchmark.environment(),
+            **runs.environment(),
             "settings": dataclasses.asdict(config) | {"out": str(config.out)},
             "compilations": compilations,
             "rows": rows,
         }
-        benchmark.write_results(config.out, record, table)
+        runs.write_results(config.out, record, table)
     draw(config, rows, "batch_size", "examples a batch, B")
     draw(config, rows, "length", "tokens an example, T")
     print(f"\n{table}\neverything is in {config.out}")
@@ -242,7 +224,8 @@ def cases(config: BenchConfig, setting: Setting) -> list[Case]:
         found += [Case(setting, model, "non-private", None, remat) for remat in remats]
         for engine, norm, remat in itertools.product(config.engines, config.tied_norms, config.remat):
             has_tied_norm = model == "tied" and engine in ("ghost", "bookkeeping")
-            found.append(Case(setting, model, engine, norm if has_tied_norm else None, remat))
+            size = config.microbatch_size if engine == "microbatched" else 1
+            found.append(Case(setting, model, engine, norm if has_tied_norm else None, remat, size))
     return list(dict.fromkeys(found))
 
 
@@ -252,88 +235,22 @@ def measure(config: BenchConfig, setting: Setting) -> list[Row]:
     for number, case in enumerate(cases(config, setting)):
         row: Row = {**setting._asdict(), **case._asdict(), "note": None}
         del row["setting"]
-        try:
-            programs[number] = compile_case(config, case)
-            row |= step_cost.planned(programs[number])
-            if config.memory_limit_gb is not None:
-                row["max_batch_size"] = _largest_batch(config, case)
-        except ValueError as error:
-            row["note"] = f"refused: {str(error).splitlines()[0]}"
+        programs[number] = compile_case(case)
+        row |= step_cost.planned(programs[number])
+        if config.memory_limit_gb is not None:
+            smallest = setting._replace(batch_size=min(config.batch_sizes))
+            row["max_batch_size"] = largest_batch(
+                case._replace(setting=smallest), config.memory_limit_gb * GB
+            )
         rows.append(row)
         print(_progress(row), flush=True)
     if not config.compile_only:
         time_programs(config, setting, rows, programs)
     for row in rows:
         row["over"] = {
-            name: benchmark.ratios(row, _reference(rows, row, name), list(_FIGURES)) for name in _REFERENCES
+            name: tables.ratios(row, _reference(rows, row, name), list(_FIGURES)) for name in _REFERENCES
         }
     return rows
-
-
-def compile_case(config: BenchConfig, case: Case) -> Programs:
-    """Compiles gradient and step for arrays of the case's shapes, and allocates none.
-
-    Raises:
-        ValueError: if the engine refuses the case.
-    """
-    gradient = step_cost.compile_gradient(_grad_fn(config, case), _shapes(config, case.setting, case.model))
-    return Programs(gradient, _compile_step(config, case))
-
-
-def _compile_step(config: BenchConfig, case: Case) -> Any:
-    shapes = _shapes(config, case.setting, case.model)
-    private = case.engine != "non-private"
-    return step_cost.compile_step(_grad_fn(config, case), shapes, private=private)
-
-
-@functools.cache
-def _shapes(config: BenchConfig, setting: Setting, model: Model) -> State:
-    return jax.eval_shape(lambda: initial_state(config, setting, model))
-
-
-def initial_state(config: BenchConfig, setting: Setting, model: Model) -> State:
-    """Random parameters and batch, and the optimizer's state."""
-    init_key, *keys = jax.random.split(jax.random.key(config.seed), 4)
-    gpt2 = _model(setting, model, remat=False)
-    rows, vocabulary = setting.batch_size, gpt2.config.vocab_size
-    batch = {
-        "ids": jax.random.randint(keys[0], (rows, setting.length), 0, vocabulary, jnp.int32),
-        "positions": jax.random.randint(keys[1], (rows,), 0, setting.length, jnp.int32),
-        "targets": jax.random.randint(keys[2], (rows,), 0, vocabulary, jnp.int32),
-        "weights": jnp.ones((rows, setting.length)),
-    }
-    params = gpt2.init(init_key, batch["ids"][:1])["params"]
-    return step_cost.initial_state(params, batch, key_from_seed(config.seed, "noise"))
-
-
-def _model(setting: Setting, model: Model, *, remat: Remat) -> GPT2:
-    shape = {"tie_embeddings": model == "tied", "remat": remat, "dtype": setting.dtype}
-    return GPT2(GPT2Config.preset(setting.preset, **shape))
-
-
-def _whole_lm_loss(model: GPT2) -> Callable[[Any, Any], jax.Array]:
-    """`lm_loss` as people write it, with whole logits; the batch's weights are ones."""
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        losses = model.apply({"params": params}, batch["ids"], method="token_losses")
-        return jnp.mean(losses[:, 1:], -1)
-
-    return loss_fn
-
-
-def _grad_fn(config: BenchConfig, case: Case) -> step_cost.GradFn:
-    is_plain = case.engine == "non-private" and not case.remat
-    make_loss = _whole_lm_loss if is_plain and case.setting.loss == "lm" else _LOSSES[case.setting.loss]
-    loss_fn = make_loss(_model(case.setting, case.model, remat=case.remat))
-    if case.engine == "non-private":
-        return plain_grad(loss_fn)
-    return clipped_grad(
-        loss_fn,
-        engine=case.engine,
-        l2_clip_norm=1.0,
-        tied_norm=case.tied_norm or "cross_term",
-        microbatch_size=config.microbatch_size,
-    )
 
 
 def time_programs(
@@ -341,7 +258,7 @@ def time_programs(
 ) -> None:
     """Adds times and peaks to the rows of one setting, by their number."""
     arrays = {
-        model: Arrays(jax.jit(lambda model=model: initial_state(config, setting, model))())
+        model: Arrays(jax.jit(lambda model=model: initial_state(setting, model, config.seed))())
         for model in config.models
     }
     limit = config.run_limit_gb * GB if config.run_limit_gb else 0.75 * compiled.device_memory()
@@ -357,8 +274,8 @@ def time_programs(
         calls[number, "gradient"] = functools.partial(kept.gradient, program)
         calls[number, "step"] = functools.partial(kept.step, program)
         row["peak_device_bytes"] = step_cost.device_peak(calls[number, "step"])
-    seconds = benchmark.interleaved_seconds(calls, repeats=config.repeats, seed=config.seed)
-    medians = benchmark.medians(seconds)
+    seconds = timing.interleaved_seconds(calls, repeats=config.repeats, seed=config.seed)
+    medians = timing.medians(seconds)
     for number, row in enumerate(rows):
         if (number, "step") in medians:
             row |= _times(setting, {part: medians[number, part] for part in ("gradient", "step")})
@@ -377,23 +294,6 @@ def _times(setting: Setting, seconds: dict[str, float]) -> Row:
     }
 
 
-def _largest_batch(config: BenchConfig, case: Case) -> int:
-    first = case.setting._replace(batch_size=min(config.batch_sizes))
-    return _largest_batch_from(config, case._replace(setting=first))
-
-
-@functools.cache
-def _largest_batch_from(config: BenchConfig, case: Case) -> int:
-    """The largest B whose step fits the memory limit, by compiling at it and at the next."""
-
-    def total(rows: int) -> int:
-        at = case._replace(setting=case.setting._replace(batch_size=rows))
-        return compiled.memory(_compile_step(config, at)).total
-
-    limit = (config.memory_limit_gb or math.inf) * GB
-    return benchmark.largest_fitting(total, limit, first=case.setting.batch_size)
-
-
 def _reference(rows: list[Row], row: Row, name: str) -> Row | None:
     """The row of the same size and model that a row is compared with."""
     engine = "materialized" if name == "materialized" else "non-private"
@@ -408,7 +308,7 @@ def _progress(row: Row) -> str:
     return f"{size}: {what} " + (row["note"] or f"compiled, step {row['step_bytes'] / GB:.4g} GB")
 
 
-def tables(rows: list[Row]) -> str:
+def markdown(rows: list[Row]) -> str:
     """All figures, and their ratios to each reference, in markdown."""
     headings = {"batch_size": "B", "length": "T", "tied_norm": "tied norm"}
     names = (*Setting._fields, "model", "engine", "tied_norm", "remat")
@@ -417,14 +317,14 @@ def tables(rows: list[Row]) -> str:
     labels = [column for column in labels if column not in same]
     parts = [
         ", ".join(f"{column.heading} {rows[0][column.name]}" for column in same),
-        benchmark.markdown_table((*labels, *_FIGURES.values(), *_PARTS, Column("note", "note")), rows),
+        tables.markdown_table((*labels, *_FIGURES.values(), *_PARTS, Column("note", "note")), rows),
     ]
     # Ratios of rates are those of the step's time turned over.
-    figures = [c for c in _FIGURES.values() if not c.name.endswith("_per_second")]
-    figures = [Column(c.heading.partition(" (")[0], c.name, ".3f") for c in figures]
+    compared = [c for c in _FIGURES.values() if not c.name.endswith("_per_second")]
+    over_columns = [Column(c.heading.partition(" (")[0], c.name, ".3f") for c in compared]
     for name, text in _REFERENCES.items():
         if over := [{**row, **row["over"][name]} for row in rows if any(row["over"][name].values())]:
-            parts += [f"Over {text}:", benchmark.markdown_table((*labels, *figures), over)]
+            parts += [f"Over {text}:", tables.markdown_table((*labels, *over_columns), over)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -444,12 +344,12 @@ def draw(config: BenchConfig, rows: list[Row], axis: Literal["batch_size", "leng
                 points = lines.setdefault((row["engine"], row["tied_norm"], row["remat"]), [])
                 points.append((row[axis], row[name] / unit))
         drawn = [
-            benchmark.Line(_label(*variant), points, _COLORS[variant[0]], _STYLES[variant[2]])
+            figures.Line(_label(*variant), points, _COLORS[variant[0]], _STYLES[variant[2]])
             for variant, points in lines.items()
         ]
-        panels.append(benchmark.Panel(model, ylabel, drawn))
+        panels.append(figures.Panel(model, ylabel, drawn))
     name = "by_batch_size.png" if axis == "batch_size" else "by_length.png"
-    benchmark.draw(config.out / name, panels, xlabel=label, columns=len(config.models))
+    figures.draw(config.out / name, panels, xlabel=label, columns=len(config.models))
 
 
 def _label(engine: Variant, tied_norm: TiedNorm | None, remat: Remat) -> str:
@@ -457,38 +357,8 @@ def _label(engine: Variant, tied_norm: TiedNorm | None, remat: Remat) -> str:
     return f"{engine}{norm}{_REMATS[remat]}"
 
 
-def compilations_in_a_run(steps: int = 50) -> dict[str, int]:
-    """Takes Poisson-sampled steps of a tiny model, and counts the compilations of a step's functions."""
-    model = GPT2(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-    rng = np.random.default_rng(0)
-    data = {
-        "ids": rng.integers(0, 16, (64, 8), np.int32),
-        "positions": rng.integers(0, 8, 64, np.int32),
-        "targets": rng.integers(0, 16, 64, np.int32),
-    }
-    sampler = PoissonSampler(num_examples=64, sampling_prob=0.15, physical_batch_size=8, entropy=0)
-    grad_fn = clipped_grad(next_token_loss(model), engine="ghost", l2_clip_norm=1.0)
-    step = make_step(grad_fn, lambda key: step_cost.optimizer(10, key), l2_clip_norm=1.0)
-    key = key_from_seed(0, "noise")
-    trained = jax.jit(model.init)(jax.random.key(0), data["ids"][:1])["params"]
-    frozen = jax.tree.map(lambda leaf: None, trained)
-    opt_state = step_cost.optimizer(10, key).init(trained)
-    trained, opt_state, key = jax.device_put((trained, opt_state, key), jax.local_devices()[0])
-    for number in range(steps):
-        batches = [
-            (trained, frozen, {name: leaf[rows] for name, leaf in data.items()}, is_padding)
-            for rows, is_padding in sampler.batches(number)
-        ]
-        sums = step.start(*batches[0])
-        for batch in batches:
-            sums = step.accumulate(sums, *batch)
-        trained, opt_state, _ = step.update(trained, opt_state, sums.gradient, key)
-    counts: Any = {"accumulate": step.accumulate, "update": step.update}
-    return {"steps": steps, **{name: function._cache_size() for name, function in counts.items()}}
-
-
 if __name__ == "__main__":
     settings_given = cli.parse(BenchConfig)
-    benchmark.use_cpu_fusions(settings_given.cpu_fusions)
+    runs.use_cpu_fusions(settings_given.cpu_fusions)
     with cli.one_line_errors(ValueError, OSError):
         main(settings_given)

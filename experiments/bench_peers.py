@@ -28,39 +28,30 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
-from wtdp_jax import benchmark, cli, clipped_grad
-from wtdp_jax.benchmark import Column, Row
-from wtdp_jax.clipping import Engine
+from wtdp_jax import cli, clipped_grad
+from wtdp_jax.benchmark import runs, tables, timing
+from wtdp_jax.benchmark.contenders import (
+    JAX_CONTENDERS,
+    LEARNING_RATE,
+    Contender,
+    Model,
+    Task,
+    jax_contender,
+)
+from wtdp_jax.benchmark.tables import Column, Row
 from wtdp_jax.losses import next_token_loss
-from wtdp_jax.models import GPT2, GPT2Config, save_pretrained
-from wtdp_jax.noise import add_gaussian_noise, divide_by, key_from_seed
-from wtdp_jax.step import plain_grad
+from wtdp_jax.models import GPT2Config, save_pretrained
 
-Model = Literal["tied", "untied"]
 Library = Literal["jax-privacy", "opacus"]
-Batch = Mapping[str, np.ndarray]
-
-# So small that no float32 weight changes: every step of every library starts from the same ones.
-_LEARNING_RATE = 1e-14
-
 _LEAVES = ("ids", "positions", "targets")
 _MODULES: Mapping[Library, str] = {"jax-privacy": "jax_privacy", "opacus": "opacus"}
 
-# By framework: the baseline, then what is measured against it, and which library it is of.
-_JAX = {
-    "non-private": "jax",
-    "bookkeeping": "wtdp-jax",
-    "ghost": "wtdp-jax",
-    "vmap": "jax-privacy",
-    "microbatch_size=1": "jax-privacy",
-}
+# The baseline, then what is measured against it, and which library it is of; as JAX_CONTENDERS.
 _TORCH = {"non-private": "torch", "hooks": "opacus", "ghost": "opacus"}
 
 _COLUMNS = (
@@ -104,7 +95,7 @@ class PeersConfig:
     repeats: int = 7
     """Timed rounds; the figures are medians over them."""
 
-    cpu_fusions: benchmark.CpuFusions = "dots"
+    cpu_fusions: runs.CpuFusions = "dots"
     """What XLA hands to its CPU library: "dots", each by itself, or "all", its default, with which sums of
     weighted per-example gradients are an order of magnitude slower, and memory is planned too low."""
 
@@ -133,66 +124,21 @@ class PeersConfig:
         return dataclasses.replace(self, preset="tiny", batch_size=4, length=16) if self.quick else self
 
 
-class Task:
-    """One model with weights and data, for all contenders.
-
-    Attributes:
-        model: in Flax.
-        params: its weights; a step in JAX replaces them by its own.
-        batch: ids (B, T), positions (B,), targets (B,).
-        one: one example whose tokens are all its target, where the cross-term is largest.
-        losses: (params, batch) -> losses (B,), in JAX.
-    """
-
-    def __init__(self, config: PeersConfig, model: Model) -> None:
-        self.config = config
-        self.model = GPT2(GPT2Config.preset(config.preset, tie_embeddings=model == "tied"))
-        rng = np.random.default_rng(config.seed)
-        rows, length, vocabulary = config.batch_size, config.length, self.model.config.vocab_size
-        self.batch = {
-            "ids": rng.integers(0, vocabulary, (rows, length), np.int32),
-            "positions": rng.integers(0, length, rows, np.int32),
-            "targets": rng.integers(0, vocabulary, rows, np.int32),
-        }
-        word = np.full(1, vocabulary // 2, np.int32)
-        last = np.full(1, length - 1, np.int32)
-        self.one = {"ids": np.tile(word, (1, length)), "positions": last, "targets": word}
-        key = jax.random.key(config.seed)
-        self.params = jax.jit(self.model.init)(key, self.batch["ids"][:1])["params"]
-        self.losses = jax.jit(next_token_loss(self.model))
-
-
-class Contender(NamedTuple):
-    """A way to a private step.
-
-    Attributes:
-        loss: the mean loss of the batch.
-        gradient: computes the (clipped) sum; returns what is to be waited for.
-        step: the same with noise and SGD.
-        clipped_norm: the norm of the task's one example, clipped; None where nothing is clipped.
-    """
-
-    loss: Callable[[], float]
-    gradient: Callable[[], Any]
-    step: Callable[[], Any]
-    clipped_norm: Callable[[], float] | None
-
-
 def main(config: PeersConfig) -> None:
     """Measures, and writes results.json and table.md."""
-    benchmark.new_folder(config.out)
+    runs.new_folder(config.out)
     config = config.effective()
     versions = installed(config.peers)
     rows: list[Row] = []
     for model in config.models:
         rows += measure(config, model, versions)
-    table = benchmark.markdown_table(_COLUMNS, rows)
+    table = tables.markdown_table(_COLUMNS, rows)
     record = {
-        **benchmark.environment(**versions),
+        **runs.environment(**versions),
         "settings": dataclasses.asdict(config) | {"out": str(config.out)},
         "rows": rows,
     }
-    benchmark.write_results(config.out, record, table)
+    runs.write_results(config.out, record, table)
     print(f"\n{table}\n\neverything is in {config.out}")
 
 
@@ -211,10 +157,17 @@ def installed(peers: tuple[Library, ...]) -> dict[str, str]:
 
 def measure(config: PeersConfig, model: Model, versions: Mapping[str, str]) -> list[Row]:
     """The rows of one model."""
-    task = Task(config, model)
+    task = Task(
+        model,
+        preset=config.preset,
+        batch_size=config.batch_size,
+        length=config.length,
+        l2_clip_norm=config.l2_clip_norm,
+        seed=config.seed,
+    )
     rows: list[Row] = []
     calls: dict[Any, Callable[[], Any]] = {}
-    builders = {("jax", name): (library, jax_contender) for name, library in _JAX.items()}
+    builders = {("jax", name): (library, jax_contender) for name, library in JAX_CONTENDERS.items()}
     if "opacus" in versions:
         builders |= {("torch", name): (library, torch_contender) for name, library in _TORCH.items()}
     for (framework, name), (library, build) in builders.items():
@@ -224,7 +177,7 @@ def measure(config: PeersConfig, model: Model, versions: Mapping[str, str]) -> l
         rows.append(row)
         try:
             contender = build(task, name)
-            row |= try_out(contender, config)
+            row |= try_out(contender, task)
         except Exception as error:  # whatever a library raises is its answer
             row["note"] = f"refused: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
         else:
@@ -232,24 +185,24 @@ def measure(config: PeersConfig, model: Model, versions: Mapping[str, str]) -> l
             calls[len(rows) - 1, "step"] = contender.step
         print(f"{model} {library} {name}: {row['note'] or 'runs'}", flush=True)
     check_losses(rows)
-    seconds = benchmark.interleaved_seconds(calls, repeats=config.repeats, seed=config.seed)
-    for (number, part), median in benchmark.medians(seconds).items():
+    seconds = timing.interleaved_seconds(calls, repeats=config.repeats, seed=config.seed)
+    for (number, part), median in timing.medians(seconds).items():
         rows[number][f"{part}_seconds"] = median
         rows[number].setdefault("all_seconds", {})[part] = seconds[number, part]
     for row in rows:
         base = next(r for r in rows if (r["framework"], r["variant"]) == (row["framework"], "non-private"))
-        over = benchmark.ratios(row, base, ("gradient_seconds", "step_seconds"))
+        over = tables.ratios(row, base, ("gradient_seconds", "step_seconds"))
         row |= {"gradient_over": over["gradient_seconds"], "step_over": over["step_seconds"]}
     if model == "tied":
         rows.append(naive(task))
     return rows
 
 
-def try_out(contender: Contender, config: PeersConfig) -> Row:
+def try_out(contender: Contender, task: Task) -> Row:
     """Loss and clipped norm before any step, then each function once."""
     row = {"loss": contender.loss(), "clipped_norm_over_c": None}
     if contender.clipped_norm is not None:
-        row["clipped_norm_over_c"] = contender.clipped_norm() / config.l2_clip_norm
+        row["clipped_norm_over_c"] = contender.clipped_norm() / task.l2_clip_norm
     jax.block_until_ready((contender.gradient(), contender.step()))
     return row
 
@@ -271,7 +224,7 @@ def naive(task: Task) -> Row:
         next_token_loss(task.model),
         engine="ghost",
         tied_norm="omit",
-        l2_clip_norm=task.config.l2_clip_norm,
+        l2_clip_norm=task.l2_clip_norm,
     )
     norm = float(optax.tree.norm(jax.jit(grad_fn)(task.params, task.one)[0]))
     return {
@@ -279,65 +232,9 @@ def naive(task: Task) -> Row:
         "library": "wtdp-jax",
         "variant": 'tied_norm="omit"',
         "framework": "jax",
-        "clipped_norm_over_c": norm / task.config.l2_clip_norm,
+        "clipped_norm_over_c": norm / task.l2_clip_norm,
         "note": "naive, for comparison",
     }
-
-
-def jax_contender(task: Task, name: str) -> Contender:
-    """A step in JAX, one compiled program; "vmap" and "microbatch_size=1" are jax-privacy's."""
-    config, loss_fn = task.config, next_token_loss(task.model)
-    noise_key = key_from_seed(config.seed, "noise")
-    batch, one = jax.device_put((task.batch, task.one))
-    noise = add_gaussian_noise(config.l2_clip_norm, noise_key)
-    grad_fn: Any
-    if name == "non-private":
-        no_padding = jnp.zeros(config.batch_size, bool)
-        plain, noise = plain_grad(loss_fn), optax.identity()
-
-        def grad_fn(params: Any, batch: Any) -> Any:
-            return plain(params, batch, no_padding)[0]
-
-    elif _JAX[name] == "jax-privacy":
-        import jax_privacy
-
-        grad_fn = jax_privacy.clipped_grad(
-            lambda params, batch: loss_fn(params, batch)[0],  # called on batches of one
-            l2_clip_norm=config.l2_clip_norm,
-            microbatch_size=1 if name == "microbatch_size=1" else None,
-        )
-        noise = jax_privacy.noise_addition.gaussian_privatizer(
-            stddev=grad_fn.sensitivity(), prng_key=noise_key
-        )
-    else:
-        ours = clipped_grad(loss_fn, engine=cast(Engine, name), l2_clip_norm=config.l2_clip_norm)
-
-        def grad_fn(params: Any, batch: Any) -> Any:
-            return ours(params, batch)[0]
-
-    optimizer = optax.chain(noise, divide_by(config.batch_size), optax.sgd(_LEARNING_RATE))
-    gradient = jax.jit(grad_fn)
-
-    def update(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
-        updates, opt_state = optimizer.update(grad_fn(params, batch), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    compiled = jax.jit(update, donate_argnums=(0, 1))
-    opt_state = optimizer.init(task.params)
-
-    def step() -> Any:
-        nonlocal opt_state
-        task.params, opt_state = compiled(task.params, opt_state, batch)
-        return task.params
-
-    return Contender(
-        loss=lambda: float(jnp.mean(task.losses(task.params, batch))),
-        gradient=lambda: gradient(task.params, batch),
-        step=step,
-        clipped_norm=(
-            None if name == "non-private" else lambda: float(optax.tree.norm(gradient(task.params, one)))
-        ),
-    )
 
 
 def torch_contender(task: Task, name: str) -> Contender:
@@ -345,12 +242,11 @@ def torch_contender(task: Task, name: str) -> Contender:
     import torch
     from opacus import PrivacyEngine
 
-    torch.set_num_threads(benchmark.cores())
+    torch.set_num_threads(runs.cores())
     warnings.filterwarnings("ignore", message="Full backward hook is firing|Secure RNG turned off")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = task.config
     model: Any = torch_model(task).to(device).train()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     criterion: Any = torch.nn.CrossEntropyLoss()
     batch, one = (
         [torch.as_tensor(rows[name], dtype=torch.long, device=device) for name in _LEAVES]
@@ -362,9 +258,9 @@ def torch_contender(task: Task, name: str) -> Contender:
             module=model,
             optimizer=optimizer,
             criterion=criterion,
-            data_loader=torch.utils.data.DataLoader(data, batch_size=config.batch_size),
+            data_loader=torch.utils.data.DataLoader(data, batch_size=len(task.batch["ids"])),
             noise_multiplier=1.0,
-            max_grad_norm=config.l2_clip_norm,
+            max_grad_norm=task.l2_clip_norm,
             poisson_sampling=False,  # the batch is given
             grad_sample_mode=name,
         )
@@ -449,6 +345,6 @@ def torch_model(task: Task) -> Any:
 
 if __name__ == "__main__":
     given = cli.parse(PeersConfig)
-    benchmark.use_cpu_fusions(given.cpu_fusions)
+    runs.use_cpu_fusions(given.cpu_fusions)
     with cli.one_line_errors(ValueError, OSError):
         main(given)

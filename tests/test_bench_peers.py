@@ -77,7 +77,7 @@ def test_losses_that_differ_are_not_compared() -> None:
 
 
 def test_the_one_example_is_all_its_target() -> None:
-    task = bench_peers.Task(PeersConfig(quick=True).effective(), "tied")
+    task = bench_peers.Task("tied", preset="tiny", batch_size=4, length=16, l2_clip_norm=1.0, seed=0)
     assert task.one["ids"].shape == (1, 16) and np.all(task.one["ids"] == task.one["targets"])
     assert {name: leaf.shape[0] for name, leaf in task.batch.items()} == dict.fromkeys(task.batch, 4)
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from wtdp_jax import benchmark
-from wtdp_jax.benchmark import Column, Line, Panel
+from wtdp_jax.benchmark import figures, runs, tables, timing
+from wtdp_jax.benchmark.figures import Line, Panel
+from wtdp_jax.benchmark.tables import Column
 
 
 def _recording(log: list[str], name: str) -> Callable[[], None]:
@@ -22,7 +23,7 @@ def _recording(log: list[str], name: str) -> Callable[[], None]:
 
 def test_each_call_runs_once_a_round_in_changing_orders() -> None:
     log: list[str] = []
-    seconds = benchmark.interleaved_seconds({name: _recording(log, name) for name in "abcd"}, repeats=20)
+    seconds = timing.interleaved_seconds({name: _recording(log, name) for name in "abcd"}, repeats=20)
     rounds = ["".join(log[start : start + 4]) for start in range(0, len(log), 4)]
     assert len(rounds) == 21 and all(Counter(order) == Counter("abcd") for order in rounds)
     assert len(set(rounds)) > 5
@@ -31,7 +32,7 @@ def test_each_call_runs_once_a_round_in_changing_orders() -> None:
 
 def test_the_first_round_is_not_timed() -> None:
     calls = iter([0.2, 0.0, 0.0])
-    seconds = benchmark.interleaved_seconds({"a": lambda: time.sleep(next(calls))}, repeats=2)
+    seconds = timing.interleaved_seconds({"a": lambda: time.sleep(next(calls))}, repeats=2)
     assert max(seconds["a"]) < 0.1
 
 
@@ -40,18 +41,18 @@ def test_a_call_is_timed_until_its_result_is_there() -> None:
         def block_until_ready(self) -> None:
             time.sleep(0.05)
 
-    seconds = benchmark.interleaved_seconds({"a": Slow, "b": lambda: jnp.ones(3)}, repeats=3)
-    medians = benchmark.medians(seconds)
+    seconds = timing.interleaved_seconds({"a": Slow, "b": lambda: jnp.ones(3)}, repeats=3)
+    medians = timing.medians(seconds)
     assert medians["a"] >= 0.05 > medians["b"]
 
 
 def test_medians() -> None:
-    assert benchmark.medians({"a": [5.0, 1.0, 2.0]}) == {"a": 2.0}
+    assert timing.medians({"a": [5.0, 1.0, 2.0]}) == {"a": 2.0}
 
 
 def test_no_round_is_refused() -> None:
     with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
-        benchmark.interleaved_seconds({}, repeats=0)
+        timing.interleaved_seconds({}, repeats=0)
 
 
 _SIZES: dict[str, Callable[[int], int]] = {
@@ -72,7 +73,7 @@ def test_the_largest_that_fits_is_found_with_its_successor(size: str, limit: int
         assert n not in tried
         return tried.setdefault(n, _SIZES[size](n))
 
-    found = benchmark.largest_fitting(total, limit, first=first)
+    found = timing.largest_fitting(total, limit, first=first)
     assert tried[found + 1] > limit and (found == 0 or tried[found] <= limit)
     if size == "line":
         assert len(tried) <= 7
@@ -80,8 +81,8 @@ def test_the_largest_that_fits_is_found_with_its_successor(size: str, limit: int
 
 def test_ratios_need_both_figures() -> None:
     row, base = {"a": 3.0, "b": None, "c": 1.0}, {"a": 2.0, "b": 1.0, "c": 0}
-    assert benchmark.ratios(row, base, ["a", "b", "c", "d"]) == {"a": 1.5, "b": None, "c": None, "d": None}
-    assert benchmark.ratios(row, None, ["a"]) == {"a": None}
+    assert tables.ratios(row, base, ["a", "b", "c", "d"]) == {"a": 1.5, "b": None, "c": None, "d": None}
+    assert tables.ratios(row, None, ["a"]) == {"a": None}
 
 
 def test_a_table_shows_units_gaps_and_no_empty_column() -> None:
@@ -96,7 +97,7 @@ def test_a_table_shows_units_gaps_and_no_empty_column() -> None:
         {"name": "a|b", "remat": True, "bytes": 1_500_000_000, "n": 3},
         {"name": "c\nd", "remat": False, "bytes": None},
     ]
-    assert benchmark.markdown_table(columns, rows).splitlines() == [
+    assert tables.markdown_table(columns, rows).splitlines() == [
         "| name | remat | memory (GB) | n |",
         "| --- | --- | --- | --- |",
         r"| a\|b | yes | 1.50 | 3 |",
@@ -106,21 +107,21 @@ def test_a_table_shows_units_gaps_and_no_empty_column() -> None:
 
 def test_files_and_the_folder_that_must_be_new(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
-    benchmark.new_folder(folder)
-    record = {**benchmark.environment(peer="1.2"), "rows": [{"a": 1}]}
-    benchmark.write_results(folder, record, "| a |")
+    runs.new_folder(folder)
+    record = {**runs.environment(peer="1.2"), "rows": [{"a": 1}]}
+    runs.write_results(folder, record, "| a |")
     saved = json.loads((folder / "results.json").read_text())
     assert saved["rows"] == [{"a": 1}] and saved["versions"]["peer"] == "1.2"
     assert {"command", "date", "device"} <= saved.keys() and saved["device"]["cpu_cores"] >= 1
     assert (folder / "table.md").read_text() == "| a |\n"
     with pytest.raises(ValueError, match="out must not exist, got .*b$"):
-        benchmark.new_folder(folder)
+        runs.new_folder(folder)
 
 
 @pytest.mark.parametrize("points", [[(2, 1.0), (8, 3.0)], []])
 def test_a_figure_is_drawn_from_whatever_there_is(tmp_path: Path, points: list[tuple[float, float]]) -> None:
     panels = [Panel("tied", "step (s)", [Line("ghost", points, "C0")]), Panel("untied", "step (s)", [])]
-    benchmark.draw(tmp_path / "a.png", panels, xlabel="B", columns=2)
+    figures.draw(tmp_path / "a.png", panels, xlabel="B", columns=2)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -134,11 +135,11 @@ def test_a_figure_is_drawn_from_whatever_there_is(tmp_path: Path, points: list[t
     ],
 )
 def test_cpu_fusions_are_a_flag_unless_the_user_set_it(
-    kind: benchmark.CpuFusions, before: str, after: str, monkeypatch: pytest.MonkeyPatch
+    kind: runs.CpuFusions, before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", before)
-    benchmark.use_cpu_fusions(kind)
-    assert os.environ["XLA_FLAGS"] == after == benchmark.environment()["xla_flags"]
+    runs.use_cpu_fusions(kind)
+    assert os.environ["XLA_FLAGS"] == after == runs.environment()["xla_flags"]
 
 
 @pytest.mark.slow
@@ -146,8 +147,8 @@ def test_the_flag_takes_effect() -> None:
     """In a process of its own, since XLA reads its flags once."""
     code = """
 import jax, jax.numpy as jnp
-from wtdp_jax import benchmark
-benchmark.use_cpu_fusions("{kind}")
+from wtdp_jax.benchmark import runs
+runs.use_cpu_fusions("{kind}")
 program = jax.jit(lambda x, w: jnp.sum(x * w[:, None, None], 0)).lower(jnp.ones((2, 500, 700)), jnp.ones(2))
 print("ynn" in program.compile().as_text())
 """

@@ -91,7 +91,7 @@ def test_parts_meet_on_the_training_side_alone() -> None:
     others = {_part(module) for module in _FILES} - _MAY_IMPORT.keys()
     couplers = {part for part in others if len(_parts_imported(part) & _COUPLED) > 1}
     # What a step costs is seen on a step with noise.
-    assert couplers <= {"train", "plan", "inputs", "streams", "step_cost"}
+    assert couplers <= {"train", "plan", "inputs", "streams", "benchmark"}
 
 
 def test_only_models_and_what_sees_their_layers_import_flax() -> None:

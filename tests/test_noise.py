@@ -147,7 +147,7 @@ def test_chunks_are_one_stream_without_repetition() -> None:
     np.testing.assert_array_equal(chunks[1], standard_normal(KEY, (2 * size,))[size:])
     assert not np.isin(chunks[2], sample[: 2 * size]).all()
     assert kolmogorov_smirnov(chunks[1]) < 1.95
-    # Of 2^20 float32 normals some thousand pairs are equal by chance, where a repeated chunk would halve them.
+    # Among 2^20 float32 normals some are equal by chance; a repeated chunk would halve their number.
     assert len(np.unique(sample)) > 0.9 * len(sample)
 
 

@@ -249,11 +249,17 @@ class Interceptor:
         """The output of one supported layer that has a probe."""
         raise NotImplementedError
 
-    def run(self, kind: Kind, module: nn.Module, args: tuple, params: Mapping) -> Array:
-        """The layer's own method, with other values for its parameters."""
+    def run(
+        self, kind: Kind, module: nn.Module, args: tuple, params: Mapping, dtype: jnp.dtype | None = None
+    ) -> Array:
+        """The layer's own method, with other values for its parameters; given a type, computed in it."""
         leaves = {name: params[name] for name in LEAF_RANKS[kind] if name in params}
         # In full precision, whatever the layer or the loss asks for: TF32 would break the bound on the sum.
-        full = {"precision": jax.lax.Precision.HIGHEST} if isinstance(module, nn.Dense) else {}
+        full: dict[str, Any] = {}
+        if isinstance(module, nn.Dense):
+            full["precision"] = jax.lax.Precision.HIGHEST
+        if dtype is not None and module.dtype is not None:
+            full["dtype"] = dtype
         method = "weighted_loss" if kind in WITHOUT_LOSS else "attend" if kind == "attend" else "__call__"
         self._inside = True
         try:

@@ -40,8 +40,7 @@ class TrainConfig:
     block; full, the dense layers too."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type that the layers compute in; parameters, norms, sums and noise are float32. bfloat16 needs
-    engine bookkeeping, materialized or microbatched."""
+    """Type that the layers compute in; parameters, norms, sums and noise are float32."""
 
     prompt: str | None = None
     """Prompt in place of the task's, with a {column} for each text, ending where the label word follows."""

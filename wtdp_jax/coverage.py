@@ -72,6 +72,12 @@ class Coverage:
     leaves: Mapping[str, jax.ShapeDtypeStruct]
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether a covered layer computes in less than float32."""
+        calls = [call for layer in self.layers for call in layer.calls]
+        return any(jnp.finfo(call.outputs.dtype).bits < 32 for call in calls)
+
+    @property
     def bytes_materialized(self) -> int:
         """Bytes of per-example gradients that are held for each example of a batch."""
         return sum(self._bytes(path) for path in self.uncovered)

@@ -126,36 +126,39 @@ def _statistics(
 
 
 def gradient_carrier(
+    leaf: Float[Array, "V D"],
     hidden: Float[Array, "T D"],
     matrix: Float[Array, "V D"],
     targets: Int[Array, " T"],
     weights: Float[Array, " T"],
     log_normalizers: Float[Array, " T"],
 ) -> Float[Array, ""]:
-    """A number whose gradient in `matrix` is G, and whose value is of no use.
+    """A number whose gradient in `leaf` is G, and whose value is of no use.
 
     Its backward pass forms the products r^T h of a whole batch together, a tile at a time, where the loss's
     own would need an array (V, D) for each example. r is formed again, by the same products of the same shape
     as in `head_statistics`, so that what is summed is what the norm was taken of.
+
+    Args:
+        leaf: the matrix once more, in the type in which gradients are summed.
+        hidden: the head's inputs; a constant, as is all that follows.
+        matrix: its rows, as the head computes with them.
+        targets: as in `head_statistics`.
+        weights: likewise.
+        log_normalizers: as it gave them.
     """
     wide = rules.accumulation_dtype(hidden.dtype)
     weights = weights.astype(wide)
 
     @jax.checkpoint
-    def add_tile(total: Array, tile: tuple[Array, Array]) -> tuple[Array, None]:
-        rows, start = tile
-        constant = jax.lax.stop_gradient(rows)
-        r = _backprops(
-            _sequential_logits(hidden, constant, start, matrix.shape[0]),
-            start,
-            log_normalizers,
-            targets,
-            weights,
-        )
+    def add_tile(total: Array, tile: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        rows, constant, start = tile
+        logits = _sequential_logits(hidden, constant, start, matrix.shape[0])
+        r = _backprops(logits, start, log_normalizers, targets, weights)
         products = jnp.dot(hidden.astype(wide), rows.astype(wide).T, precision=_HIGHEST)
-        return total + jnp.sum(jax.lax.stop_gradient(r) * products), None
+        return total + jnp.sum(r * products), None
 
-    return jax.lax.scan(add_tile, jnp.zeros((), wide), _tiles(matrix))[0]
+    return jax.lax.scan(add_tile, jnp.zeros((), wide), (_tiles(leaf)[0], *_tiles(matrix)))[0]
 
 
 def _tiles(matrix: Array) -> tuple[Array, Array]:
@@ -175,7 +178,8 @@ def _tile_size(vocabulary: int) -> int:
 
 def _logits(hidden: Array, rows: Array, start: Array, vocabulary: int) -> Array:
     """Logits (T, K) of one tile; -inf where the tile was filled up."""
-    logits = jnp.dot(hidden, rows.T).astype(rules.accumulation_dtype(hidden.dtype))
+    # Unrounded: in 16 bits they would be kept in 32 at one place and rounded at another.
+    logits = jnp.dot(hidden, rows.T, preferred_element_type=rules.accumulation_dtype(hidden.dtype))
     if vocabulary % rows.shape[0] == 0:
         return logits
     return jnp.where((start + jnp.arange(rows.shape[0]) < vocabulary)[None], logits, -math.inf)

@@ -95,9 +95,13 @@ class Head(nn.Module):
 
 def promoted(module: LossEmbed | Head, hidden: Array, leaves: Mapping[str, Any]) -> tuple[Array, Array]:
     """A head's inputs and its matrix (V, D), in the type in which it computes."""
-    matrix = leaves["embedding"] if isinstance(module, LossEmbed) else leaves["kernel"].T
-    hidden, matrix = promote_dtype(hidden, matrix, dtype=module.dtype)
+    hidden, matrix = promote_dtype(hidden, rows_of(module, leaves), dtype=module.dtype)
     return hidden, matrix
+
+
+def rows_of(module: LossEmbed | Head, leaves: Mapping[str, Any]) -> Array:
+    """A head's matrix (V, D), one row a token."""
+    return leaves["embedding"] if isinstance(module, LossEmbed) else leaves["kernel"].T
 
 
 def weighted_loss(

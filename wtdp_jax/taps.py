@@ -21,9 +21,18 @@ from jax import Array
 from wtdp_jax import rules
 from wtdp_jax.capture import WITHOUT_LOSS, Call, Interceptor, Kind, Probe, describe, token_rows
 from wtdp_jax.head_rules import HeadStatistics, gradient_carrier, head_statistics
-from wtdp_jax.lm_head import cross_entropy, promoted
+from wtdp_jax.lm_head import cross_entropy, promoted, rows_of
 
 # ---- taps -------------------------------------------------------------------------------------------------
+
+
+def _settled(x: Array) -> Array:
+    """`x`; if it is narrower than float32, one array for all that read it.
+
+    XLA may keep a value of 16 bits in 32 inside of what it fuses, and so give each reader another.
+    """
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return jax.lax.optimization_barrier(x) if narrow else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -32,9 +41,34 @@ def _tap(emit: Callable, y: Array, inputs: Array, probe: Any) -> Array:
     return y
 
 
-_tap.defvjp(
-    lambda emit, y, inputs, probe: (y, inputs),
-    lambda emit, inputs, d: (d, None, emit(inputs, d)),
+def _tap_backward(emit: Callable, inputs: Array, d: Array) -> tuple:
+    d = _settled(d)
+    return d, None, emit(inputs, d)
+
+
+_tap.defvjp(lambda emit, y, inputs, probe: (y, inputs), _tap_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _tap_and_clip(
+    emit: Callable, clip: Callable, y: Array, own: Array, inputs: Array, counts: Array, probe: Array
+) -> Array:
+    """Y itself; backward, the squared norm emit(inputs, d) goes to the probe, and d, clipped by it, to `own`.
+
+    `own` is the same output as a function of the leaves alone, as in `_weigh`.
+    """
+    return y
+
+
+def _tap_and_clip_backward(emit: Callable, clip: Callable, residuals: tuple, d: Array) -> tuple:
+    inputs, counts = residuals
+    d = _settled(d)
+    squared_norm = emit(inputs, d)
+    return d, _scaled(clip(squared_norm, counts), d), None, None, squared_norm
+
+
+_tap_and_clip.defvjp(
+    lambda emit, clip, y, own, inputs, counts, probe: (y, (inputs, counts)), _tap_and_clip_backward
 )
 
 
@@ -44,10 +78,12 @@ def _tap_embedding(emit: Callable, y: Array, inputs: Array, side: Array, probe: 
     return y, side
 
 
-_tap_embedding.defvjp(
-    lambda emit, y, inputs, side, probe: ((y, side), inputs),
-    lambda emit, inputs, cotangents: (cotangents[0], None, None, emit(inputs, *cotangents)),
-)
+def _tap_embedding_backward(emit: Callable, inputs: Array, cotangents: tuple[Array, Array]) -> tuple:
+    d, of_side = _settled(cotangents[0]), cotangents[1]
+    return d, None, None, emit(inputs, d, of_side)
+
+
+_tap_embedding.defvjp(lambda emit, y, inputs, side, probe: ((y, side), inputs), _tap_embedding_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -57,6 +93,7 @@ def _tap_head(emit: Callable, y: Array, inputs: Array, ids: Array, side: Array, 
 
 
 def _tap_head_backward(emit: Callable, residuals: tuple, d: Array) -> tuple:
+    d = _settled(d)
     to_probe, to_side = emit(*residuals, d)
     return d, None, None, to_side, to_probe
 
@@ -111,9 +148,13 @@ def _weigh(y: Array, own: Array, factor: Array) -> Array:
 
 _weigh.defvjp(
     lambda y, own, factor: (y, factor),
-    # 0 for a row that does not count, whose d may be NaN.
-    lambda factor, d: (d, jnp.where(factor == 0, 0, factor * d.astype(factor.dtype)), None),
+    lambda factor, d: (d, _scaled(factor, d), None),
 )
+
+
+def _scaled(factor: Array, d: Array) -> Array:
+    """Backprops times a factor: 0 for a row that does not count, whose d may be NaN."""
+    return jnp.where(factor == 0, 0, factor * d.astype(factor.dtype))
 
 
 def _one_per_example(y: Array, probe: Any) -> Array:
@@ -164,14 +205,16 @@ class LossHeads:
 class Tap(Interceptor):
     """Taps every layer with a probe.
 
-    A probe is a dict: "emitted", zeros, whose cotangents are what the tap emits; and, if the layer's own
-    gradient is to be weighed, "factor", the weight of the example's gradient, and "leaves", the layer's
-    leaves once more, by name, which are differentiated in place of those in params. For a matrix that is
-    embedding and head "emitted" has the parts "embedding", "head" and, if linked, "cross", and each use has
-    its own factor.
+    A probe is a dict: "emitted", zeros, whose cotangents are what the tap emits; and, if the sum of the
+    layer's own gradients is wanted of the same pass, "leaves", the layer's leaves once more, by name and in
+    float32 or wider, which are differentiated in place of those in params, and either "factor", the weight of
+    the example's gradient, or "counts", 0 for a row that does not count: then what is emitted must be the
+    squared norm, and `clip` gives the weight. For a matrix that is embedding and head "emitted" has the parts
+    "embedding", "head" and, if linked, "cross", and each use has its own factor.
 
     Args:
         emit: (index, call, d) -> the probe's cotangent.
+        clip: (squared norm, counts) -> factor.
         tied: indices of the layers that are embedding and head.
         loss_heads: the same for heads that give a loss.
         link: what the two taps of a tied layer emit; None: `emit`, each for itself.
@@ -183,9 +226,11 @@ class Tap(Interceptor):
         tied: frozenset[int],
         loss_heads: LossHeads,
         link: Link | None = None,
+        clip: Callable[[Array, Array], Array] | None = None,
     ) -> None:
         super().__init__()
         self._emit = emit
+        self._clip = clip
         self._tied = tied
         self._loss_heads = loss_heads
         self._link = link
@@ -199,12 +244,16 @@ class Tap(Interceptor):
             return self._loss(kind, module, args, params, probe)
         index, emitted = probe.layer, probe.value["emitted"]
         use = "embedding" if kind == "embed" else "head"
-        inputs = jax.lax.stop_gradient(jnp.asarray(args[0]))  # one array, for JAX to keep it once
+        # One array, for JAX to keep it once.
+        inputs = _settled(jax.lax.stop_gradient(jnp.asarray(args[0])))
         y = _one_per_example(next_fun(*args), emitted)
-        if "factor" in probe.value:
-            own = self.run(kind, module, (inputs,), {**params, **probe.value["leaves"]})
-            y = self._weigh(y, own, use, probe)
         call = describe(kind, module, args[0], y, params)
+        if "leaves" in probe.value:
+            own = _one_per_example(self._own(kind, module, inputs, y, params, probe), emitted)
+            if "counts" in probe.value:
+                emit = _reading_residuals(functools.partial(self._emit, index), call)
+                return _tap_and_clip(emit, self._clip, y, own, inputs, probe.value["counts"], emitted)
+            y = self._weigh(y, own, use, probe)
         if index not in self._tied:
             return _tap(_reading_residuals(functools.partial(self._emit, index), call), y, inputs, emitted)
         if self._link is not None:
@@ -213,11 +262,21 @@ class Tap(Interceptor):
             self._embedded[index] = (token_rows(inputs, module.num_embeddings).reshape(-1), None)
         return _tap(_reading_residuals(functools.partial(self._emit, index), call), y, inputs, emitted[use])
 
+    def _own(
+        self, kind: Kind, module: nn.Module, inputs: Array, y: Array, params: Mapping, probe: Probe
+    ) -> Array:
+        """The output as a function of the probe's leaves alone, in float32 or wider, as sums are."""
+        params = {**params, **probe.value["leaves"]}
+        wide = rules.accumulation_dtype(y.dtype)
+        if wide == y.dtype:
+            return self.run(kind, module, (inputs,), params)
+        inputs = inputs.astype(wide) if jnp.issubdtype(inputs.dtype, jnp.floating) else inputs
+        return self.run(kind, module, (inputs,), params, dtype=wide)
+
     def _weigh(self, y: Array, own: Array, use: str, probe: Probe) -> Array:
         """`y`, whose cotangent goes, times the factor, to `own` too: the same as a function of the leaves."""
         factor = probe.value["factor"]
-        factor = factor[use] if probe.layer in self._tied else factor
-        return _weigh(y, _one_per_example(own, probe.value["emitted"]), factor)
+        return _weigh(y, own, factor[use] if probe.layer in self._tied else factor)
 
     def _linked(self, link: Link, call: Call, y: Array, inputs: Array, probe: Probe) -> Array:
         index, value = probe
@@ -256,10 +315,9 @@ class Tap(Interceptor):
             emitted["head"] if index in self._tied else emitted,
         )
         if "factor" in probe.value:
-            inputs, matrix = promoted(module, hidden, probe.value["leaves"])
-            constant = jax.lax.stop_gradient((inputs, weights, log_normalizers))
-            own = gradient_carrier(constant[0], matrix, targets, *constant[1:])
-            loss = self._weigh(loss, own, "head", probe)
+            constant = jax.lax.stop_gradient((inputs, matrix, targets, weights, log_normalizers))
+            own = gradient_carrier(rows_of(module, probe.value["leaves"]), *constant)
+            loss = self._weigh(loss, _one_per_example(own, emitted), "head", probe)
         return loss.reshape(args[0].shape[:-2])
 
     def _loss_of_logits(

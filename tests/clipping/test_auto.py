@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.clipping import oracle, small
-from wtdp_jax.clipping import ClippedGrad, clipped_grad
+from wtdp_jax.clipping import ClippedGrad, auto, clipped_grad
 from wtdp_jax.losses import next_token_loss
 
 
@@ -52,12 +52,28 @@ def test_it_is_the_engine_that_it_chooses() -> None:
     assert per_example.norm.shape == (64,)
 
 
-def test_what_an_engine_refuses_is_not_chosen() -> None:
+def test_a_choice_is_remembered_for_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_for = []
+
+    def cost(name: Any, engine: Any, job: Any) -> auto.Candidate:
+        compiled_for.append((name, job.num_rows))
+        return auto.Candidate(engine=name, flops=1, memory=1)
+
+    monkeypatch.setattr(auto, "_cost", cost)
     loss_fn, params, batch = _setting()
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    choice = _grad_fn(loss_fn).choose(params, batch)
-    assert choice.engine == "bookkeeping"
-    assert "ghost refuses: " in str(choice)
+    grad_fn = _grad_fn(loss_fn)
+    assert grad_fn.choose(params, batch) is grad_fn.choose(params, jax.eval_shape(lambda: batch))
+    grad_fn.choose(params, jax.tree.map(lambda leaf: leaf[:5], batch))
+    assert compiled_for == [(name, rows) for rows in (64, 5) for name in auto.CANDIDATES]
+
+
+def test_what_is_refused_is_refused_here_too() -> None:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return batch["x"] @ params["w"]  # no layer: no rule
+
+    params, batch = {"w": jnp.ones(3)}, {"x": jnp.ones((2, 3))}
+    with pytest.raises(ValueError, match='uncovered="error" and no rule covers w'):
+        _grad_fn(loss_fn, uncovered="error").choose(params, batch)
 
 
 def test_the_naive_norm_keeps_its_sensitivity() -> None:

@@ -389,7 +389,7 @@ def test_frozen_dicts_stay_what_they_are(float64: None, engine: Any) -> None:
 
 
 @pytest.mark.parametrize("narrow", ["dtype", "param_dtype"])
-def test_ghost_refuses_layers_that_would_round_the_sum(narrow: str) -> None:
+def test_layers_in_16_bits_are_summed_in_32(narrow: str) -> None:
     layer = nn.Dense(4, **{narrow: jnp.bfloat16})
     x = jnp.ones((2, 3, 5))
     params = layer.init(jax.random.key(0), x)["params"]
@@ -397,5 +397,12 @@ def test_ghost_refuses_layers_that_would_round_the_sum(narrow: str) -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         return jnp.sum(layer.apply({"params": params}, batch["x"]).astype(jnp.float32), (1, 2))
 
-    with pytest.raises(ValueError, match="needs layers in float32 or wider, got .* in bfloat16"):
-        clipped_grad(loss_fn, engine="ghost", l2_clip_norm=1.0)(params, {"x": x})
+    totals = [
+        jax.jit(clipped_grad(loss_fn, engine=engine, l2_clip_norm=1.0))(params, {"x": x})[0]
+        for engine in ("ghost", "bookkeeping")
+    ]
+    for total in totals:
+        assert {leaf.dtype for leaf in jax.tree.leaves(total)} == {jnp.dtype(jnp.float32)}
+    # Each example's gradient is 3 in all 20 + 4 entries; bfloat16 would round its two 24^-0.5 to 0.40820.
+    np.testing.assert_allclose(totals[1]["kernel"], 2 / np.sqrt(24), rtol=2e-5)
+    np.testing.assert_allclose(totals[0]["kernel"], totals[1]["kernel"], rtol=3e-3)

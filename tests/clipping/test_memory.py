@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from wtdp_jax.clipping import clipped_grad
+from wtdp_jax.compiled import memory
 from wtdp_jax.losses import lm_loss, next_token_loss
 from wtdp_jax.models import GPT2, GPT2Config
 
@@ -27,8 +28,8 @@ def optimized() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-def _per_example_shapes(engine: Any, loss: Any) -> list[str]:
-    config = GPT2Config(vocab_size=VOCAB, n_positions=9, n_embd=WIDTH, n_layer=2, n_head=2)
+def _compiled(engine: Any, loss: Any, *, clipping: Any = "flat", remat: bool = False) -> Any:
+    config = GPT2Config(vocab_size=VOCAB, n_positions=9, n_embd=WIDTH, n_layer=2, n_head=2, remat=remat)
     model = GPT2(config)
     shape = jax.ShapeDtypeStruct
     batch = {
@@ -38,8 +39,12 @@ def _per_example_shapes(engine: Any, loss: Any) -> list[str]:
         "weights": shape((ROWS, TOKENS), jnp.float32),
     }
     params = jax.eval_shape(model.init, jax.random.key(0), batch["ids"])["params"]
-    grad_fn = clipped_grad(loss(model), engine=engine, l2_clip_norm=1.0)
-    text = jax.jit(grad_fn).lower(params, batch).compile().as_text()
+    grad_fn = clipped_grad(loss(model), engine=engine, l2_clip_norm=1.0, clipping=clipping)
+    return jax.jit(grad_fn).lower(params, batch).compile()
+
+
+def _per_example_shapes(engine: Any, loss: Any) -> list[str]:
+    text = _compiled(engine, loss).as_text()
     shapes = set(re.findall(r"f32\[([\d,]+)\]", text))
     return [s for s in shapes if any(wanted <= {int(n) for n in s.split(",")} for wanted in PER_EXAMPLE)]
 
@@ -49,6 +54,17 @@ def _per_example_shapes(engine: Any, loss: Any) -> list[str]:
 @pytest.mark.parametrize("engine", ["ghost", "bookkeeping"])
 def test_no_per_example_weight_gradient(optimized: None, engine: Any, loss: Any) -> None:
     assert _per_example_shapes(engine, loss) == []
+
+
+@pytest.mark.slow
+def test_per_layer_clipping_in_one_pass_keeps_no_records_of_the_blocks(optimized: None) -> None:
+    flat, per_layer = (
+        memory(_compiled("bookkeeping", next_token_loss, clipping=clipping, remat=True)).temporaries
+        for clipping in ("flat", "per_layer")
+    )
+    # Two blocks' inputs and backprops at five rows of seven positions in float32, and more than half of it.
+    records = 2 * ROWS * TOKENS * 4 * (WIDTH + 3 * WIDTH + WIDTH + WIDTH + 2 * (WIDTH + 4 * WIDTH))
+    assert flat - per_layer > records / 2
 
 
 @pytest.mark.slow

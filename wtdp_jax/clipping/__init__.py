@@ -4,9 +4,10 @@ Dimension key: B examples.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,8 @@ class ClippedGrad:
         _refuse_varying(batch)
         # Padding may hold anything, NaN included, so it never meets the model.
         job = self._job(params, rows.replace(jax.tree.map(jnp.asarray, batch), is_padding), is_padding)
-        outcome = _ENGINES[self._choose(job).engine if self.engine == "auto" else self.engine](job)
+        engine = self.choose(params, batch).engine if self.engine == "auto" else self.engine
+        outcome = _ENGINES[engine](job)
         return outcome.clipped_sum, PerExample(jnp.where(is_padding, 0, outcome.loss), outcome.norm)
 
     def check(self, params: Params, batch: Batch) -> Coverage:
@@ -144,11 +146,10 @@ class ClippedGrad:
         Raises:
             ValueError: when no engine fits in the memory budget.
         """
-        num_rows = rows.size(batch, None)
-        return self._choose(self._job(params, batch, jnp.zeros(num_rows, bool)))
-
-    def _choose(self, job: Job) -> auto.Choice:
-        return auto.choose(job, _ENGINES, self.memory_budget)
+        rows.size(batch, None)
+        leaves, structure = jax.tree.flatten((params, batch))
+        shapes = [jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+        return _choose(self, structure, tuple(shapes))
 
     def _job(self, params: Params, batch: Batch, is_padding: Array) -> Job:
         trained, frozen = partition(params, self.trainable)
@@ -167,6 +168,14 @@ class ClippedGrad:
             uncovered=self.uncovered,
             microbatch_size=self.microbatch_size,
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _choose(grad_fn: ClippedGrad, structure: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> auto.Choice:
+    """The engine for params and batch of these shapes; remembered, because it is found by compiling."""
+    params, batch = jax.tree.unflatten(structure, shapes)
+    job = grad_fn._job(params, batch, jnp.zeros(rows.size(batch, None), bool))
+    return auto.choose(job, _ENGINES, grad_fn.memory_budget)
 
 
 def _refuse_varying(batch: Batch) -> None:

@@ -30,13 +30,11 @@ class Candidate:
         engine: its name.
         flops: operations of its matrix products; None where they cannot be counted.
         memory: bytes of its program: arguments, outputs and temporaries.
-        refusal: why it cannot be used, if so.
     """
 
     engine: Chosen
-    flops: int | None = None
-    memory: int = 0
-    refusal: str = ""
+    flops: int | None
+    memory: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,7 @@ def choose(job: Job, engines: Engines, memory_budget: int | None) -> Choice:
     """
     budget = compiled.device_memory() if memory_budget is None else memory_budget
     candidates = tuple(_cost(name, engines[name], job) for name in CANDIDATES)
-    fitting = [c for c in candidates if not c.refusal and c.memory <= budget]
+    fitting = [candidate for candidate in candidates if candidate.memory <= budget]
     if not fitting:
         told = "; ".join(_tell(candidate) for candidate in candidates)
         raise ValueError(f"no engine fits in memory_budget={budget}: {told}")
@@ -91,16 +89,11 @@ def _cost(name: Chosen, engine: Callable[[Job], Outcome], job: Job) -> Candidate
         arrays = {"trained": trained, "frozen": frozen, "batch": batch, "is_padding": is_padding}
         return engine(dataclasses.replace(job, **arrays))
 
-    try:
-        program = jax.jit(run).lower(*shapes).compile()
-    except ValueError as error:  # an engine may refuse a model
-        return Candidate(engine=name, refusal=str(error).splitlines()[0])
+    program = jax.jit(run).lower(*shapes).compile()
     flops, memory = compiled.countable_matmul_flops(program), compiled.memory(program)
     return Candidate(engine=name, flops=flops, memory=memory.total)
 
 
 def _tell(candidate: Candidate) -> str:
-    if candidate.refusal:
-        return f"{candidate.engine} refuses: {candidate.refusal}"
     flops = "unknown operations" if candidate.flops is None else f"{candidate.flops / 1e9:.3g} GFLOP"
     return f"{candidate.engine} {flops} in {candidate.memory / 1e9:.3g} GB"

@@ -8,66 +8,32 @@ model the sum exceeded the clip norm by 1e-4 of it.
 The factors are known after the first pass only, but each layer's factor is an argument of the loss that is
 read by the backward pass alone. What `jax.vjp` returns keeps such arguments by themselves, so the second pass
 is the first one's with the true factors in their place.
+
+Where layers compute in 16 bits, each layer's gradient is still formed in float32, from the same inputs and
+backprops as its norm. But XLA rounds such backprops in one pass otherwise than in the other. So the second
+emits the norms again, of what it sums, and a row whose factor was too large for them is left out.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from wtdp_jax import capture, rules, taps
-from wtdp_jax.clipping import factors, layers, rows, tapped
+from wtdp_jax.clipping import factors, layers, rounds, tapped
 from wtdp_jax.clipping.job import Job, Outcome, Params
 from wtdp_jax.coverage import Coverage, Layer
 from wtdp_jax.head_rules import HeadStatistics
-from wtdp_jax.trees import leaf_name, leaf_paths
-
-
-class _State(NamedTuple):
-    """What the rounds of `ghost` hand on."""
-
-    round: Array
-    broken: Array
-    outcome: Outcome
 
 
 def ghost(job: Job) -> Outcome:
-    """The clipped sum by two backward passes.
-
-    A row whose gradient is not finite would spoil the second pass, whatever its factor: 0 x NaN is NaN. Only
-    the first pass tells which rows these are. So if there are any, both run once more with them replaced.
-    """
+    """The clipped sum by two backward passes; by more, where a row's gradient is not finite."""
     coverage = coverage_of(job)
-    _refuse_narrow_layers(coverage)
-
-    def unfinished(state: _State) -> Array:
-        good = ~(job.is_padding | state.broken)
-        return (state.round == 0) | ((state.round == 1) & jnp.any(state.broken) & jnp.any(good))
-
-    def next_round(state: _State) -> _State:
-        left_out = job.is_padding | state.broken
-        batch = rows.replace(job.batch, left_out)
-        outcome = _two_passes(dataclasses.replace(job, batch=batch, is_padding=left_out), coverage)
-        first = state.round == 0
-        return _State(
-            round=state.round + 1,
-            broken=jnp.where(first, jnp.isinf(outcome.norm), state.broken),
-            outcome=Outcome(
-                clipped_sum=outcome.clipped_sum,
-                loss=jnp.where(first, outcome.loss, state.outcome.loss),
-                norm=jnp.where(first, outcome.norm, state.outcome.norm),
-            ),
-        )
-
-    start = _State(
-        round=jnp.zeros((), jnp.int32),
-        broken=jnp.zeros(job.num_rows, bool),
-        outcome=job.zero_outcome(),
-    )
-    return jax.lax.while_loop(unfinished, next_round, start).outcome
+    return rounds.until_settled(job, lambda job: _two_passes(job, coverage))
 
 
 def coverage_of(job: Job) -> Coverage:
@@ -77,20 +43,8 @@ def coverage_of(job: Job) -> Coverage:
     return tapped.confirmed(job, coverage, probes)
 
 
-def _refuse_narrow_layers(coverage: Coverage) -> None:
-    """In bfloat16 the passes differ by its rounding, and norms and sums are rounded to it: no bound holds."""
-    for layer in coverage.layers:
-        leaves = [coverage.leaves[path] for path in layer.leaf_paths]
-        for array in (*leaves, *(call.outputs for call in layer.calls)):
-            if jnp.finfo(array.dtype).bits < 32:
-                raise ValueError(
-                    f'engine "ghost" needs layers in float32 or wider, got {layer.path} in {array.dtype}: '
-                    'use engine "bookkeeping"'
-                )
-
-
 def _two_passes(job: Job, coverage: Coverage) -> Outcome:
-    """One round: zeros for the sum unless every row that is not padding has a finite gradient."""
+    """One round: zeros for the sum unless every row that is not padding can be part of it."""
     split = tapped.split_leaves(job, coverage)
     losses_of = tapped.tapped_losses(job, coverage, split, lambda: _norm_taps(coverage, job))
     probes = _probes(coverage, split.covered, job)
@@ -107,23 +61,46 @@ def _two_passes(job: Job, coverage: Coverage) -> Outcome:
     ones = jnp.ones_like(losses)
     norms, gradients = backward(ones)[1:3]
 
-    squared = {
-        factors.Group(layer.path, layer.stack): jnp.moveaxis(_layer_norm(layer, norm, job), -1, 0)
-        for layer, norm in zip(coverage.layers, norms, strict=True)
-    }
-    clipped, uncovered_sum = tapped.clip(job, coverage, split, squared, gradients)
+    def clip(norms: list[Any]) -> tuple[factors.Factors, Params]:
+        squared = _squared_norms(coverage, norms, job)
+        more = factors.NARROW_MARGIN if coverage.is_narrow else 0.0
+        return tapped.clip(job, coverage, split, squared, gradients, more_margin=more)
+
+    clipped, uncovered_sum = clip(norms)
     factors_of = _per_call(coverage, lambda layer: tapped.factors_of(layer, clipped))
     weighed = _with_last_arguments(backward, jax.tree.leaves(factors_of))
     if weighed is None:
         _, weighed = jax.vjp(losses_fn, *arguments, *jax.tree.leaves(factors_of))
-    fine = jnp.any(clipped.counts) & jnp.all(clipped.counts | job.is_padding)
-    sums = [
-        # An embedding's sum is finite as it is, see `wtdp_jax.taps`, and its table too large to be copied.
-        of_layer if layer.kind == "embed" else jax.tree.map(lambda total: jnp.where(fine, total, 0), of_layer)
-        for layer, of_layer in zip(coverage.layers, weighed(ones)[0], strict=True)
-    ]
-    covered_sum = tapped.by_layer(coverage, sums, like=split.covered)
-    return job.outcome(tapped.join(split, covered_sum, uncovered_sum), losses, clipped.norm)
+    sums, norms_again = weighed(ones)[:2]
+    counts = clipped.counts
+    if coverage.is_narrow:
+        counts &= _agree(clipped, clip(norms_again)[0])
+    fine = jnp.any(counts) & jnp.all(counts | job.is_padding)
+    covered_sum = tapped.by_layer(coverage, tapped.unless_spoilt(coverage, sums, fine), like=split.covered)
+    norm = jnp.where(counts | job.is_padding, clipped.norm, jnp.inf)
+    return job.outcome(tapped.join(split, covered_sum, uncovered_sum), losses, norm)
+
+
+def _squared_norms(coverage: Coverage, norms: list[Any], job: Job) -> dict[factors.Group, Array]:
+    """Squared norms (B, *stack) of each layer, from its probe's cotangent."""
+    return {
+        factors.Group(layer.path, layer.stack): jnp.moveaxis(_layer_norm(layer, norm, job), -1, 0)
+        for layer, norm in zip(coverage.layers, norms, strict=True)
+    }
+
+
+def _agree(used: factors.Factors, due: factors.Factors) -> Array:
+    """Whether (B,) the factors that were used are those that the second pass's own norms ask for, or less.
+
+    The two passes round 16-bit values apart. Norms have been raised by as much as is allowed here, so a row
+    that agrees is within its clip norm by the very numbers that were summed.
+    """
+
+    def of_group(group: factors.Group) -> Array:
+        allowed = due.factors[group] * (1 + factors.NARROW_MARGIN)
+        return jnp.all((used.factors[group] <= allowed).reshape(used.norm.shape[0], -1), -1)
+
+    return functools.reduce(jnp.logical_and, map(of_group, used.factors)) & due.counts
 
 
 # ---- the first pass ---------------------------------------------------------------------------------------
@@ -214,10 +191,9 @@ def _layer_norm(layer: Layer, norm: Any, job: Job) -> Array:
 
 def _probes(coverage: Coverage, covered: Params, job: Job) -> list[dict[str, Any]]:
     """Each layer's probe, with its factors yet unknown."""
-    emitted = tapped.zeros_for(coverage.layers, lambda layer: _probe_shapes(layer, job), job.num_rows)
+    emitted = [tapped.zeros_for(layer, _probe_shapes(layer, job), job.num_rows) for layer in coverage.layers]
     factors = _per_call(coverage, lambda layer: _unknown(layer, job))
-    by_path = leaf_paths(covered)
-    leaves = [{leaf_name(path): by_path[path] for path in layer.leaf_paths} for layer in coverage.layers]
+    leaves = [tapped.wide_leaves(layer, covered) for layer in coverage.layers]
     parts = zip(leaves, emitted, factors, strict=True)
     return [{"leaves": own, "emitted": zeros, "factor": factor} for own, zeros, factor in parts]
 

@@ -18,7 +18,8 @@ from wtdp_jax import capture
 from wtdp_jax.clipping import factors
 from wtdp_jax.clipping.job import Job, Params
 from wtdp_jax.coverage import Coverage, Layer
-from wtdp_jax.trees import insert, leaf_name, map_with_path, merge
+from wtdp_jax.rules import accumulation_dtype
+from wtdp_jax.trees import insert, leaf_name, leaf_paths, map_with_path, merge
 
 
 class Split(NamedTuple):
@@ -57,14 +58,10 @@ def join(split: Split, covered: Params, uncovered: Params) -> Params:
     return merge(merge(covered, uncovered), jax.tree.map(jnp.zeros_like, split.unused))
 
 
-def zeros_for(layers: tuple[Layer, ...], shapes: Callable[[Layer], Any], num_rows: int) -> list[Any]:
-    """Zeros (*stack, B, ...) for each layer, from the shapes for one slice and one example."""
-
-    def zeros(layer: Layer) -> Any:
-        leading = (*layer.stack, num_rows)
-        return jax.tree.map(lambda s: jnp.zeros(leading + s.shape, s.dtype), shapes(layer))
-
-    return [zeros(layer) for layer in layers]
+def zeros_for(layer: Layer, shapes: Any, num_rows: int) -> Any:
+    """Zeros (*stack, B, ...) for a layer, from the shapes for one slice and one example."""
+    leading = (*layer.stack, num_rows)
+    return jax.tree.map(lambda s: jnp.zeros(leading + s.shape, s.dtype), shapes)
 
 
 def confirmed(job: Job, coverage: Coverage, probes: list[Any]) -> Coverage:
@@ -168,6 +165,22 @@ def by_layer(coverage: Coverage, sums: Sequence[Mapping[str, Array]], like: Para
     return map_with_path(lambda path, _: by_path[path], like)
 
 
+def wide_leaves(layer: Layer, trained: Params) -> dict[str, Array]:
+    """A layer's leaves by name, in the type in which their gradients are summed."""
+    by_path = leaf_paths(trained)
+    leaves = {leaf_name(path): by_path[path] for path in layer.leaf_paths}
+    return jax.tree.map(lambda leaf: leaf.astype(accumulation_dtype(leaf.dtype)), leaves)
+
+
+def unless_spoilt(coverage: Coverage, sums: list[Any], fine: Array) -> list[Any]:
+    """Each layer's sums of a backward pass; zeros where a row has spoilt them, or none counts."""
+    return [
+        # An embedding's sum is finite as it is, see `wtdp_jax.taps`, and its table too large to be copied.
+        of_layer if layer.kind == "embed" else jax.tree.map(lambda total: jnp.where(fine, total, 0), of_layer)
+        for layer, of_layer in zip(coverage.layers, sums, strict=True)
+    ]
+
+
 def factors_of(layer: Layer, clipped: factors.Factors) -> Array:
     """A layer's clip factors, (*stack, B)."""
     return jnp.moveaxis(clipped.factors[factors.Group(layer.path, layer.stack)], 0, -1)
@@ -178,12 +191,19 @@ def tied_indices(layers: tuple[Layer, ...]) -> frozenset[int]:
     return frozenset(i for i, layer in enumerate(layers) if layer.kind == "tied")
 
 
+def positions(coverage: Coverage) -> int:
+    """At how many positions, at most, one layer was applied."""
+    return max((call.positions for layer in coverage.layers for call in layer.calls), default=1)
+
+
 def clip(
     job: Job,
     coverage: Coverage,
     split: Split,
-    squared: dict[factors.Group, Array],
+    squared: Mapping[factors.Group, Array],
     gradients: Params,
+    *,
+    more_margin: float = 0.0,
 ) -> tuple[factors.Factors, Params]:
     """Clip factors, and the weighted sum of the uncovered leaves.
 
@@ -193,8 +213,9 @@ def clip(
         split: its trained leaves.
         squared: squared norms (B, *stack) of the covered layers, by group.
         gradients: per-example gradients (B, ...) of the uncovered leaves.
+        more_margin: as in `wtdp_jax.clipping.factors.clip_factors`.
     """
-    leaf_groups = factors.groups(coverage.stacks)
+    leaf_groups, squared = factors.groups(coverage.stacks), dict(squared)
     unused = jax.tree.map(lambda leaf: jnp.zeros((job.num_rows, *leaf.shape), leaf.dtype), split.unused)
     for more in (factors.squared_norms(gradients, leaf_groups), factors.squared_norms(unused, leaf_groups)):
         for group, values in more.items():
@@ -204,6 +225,7 @@ def clip(
         job.is_padding,
         l2_clip_norm=job.l2_clip_norm,
         clipping=job.clipping,
-        positions=max((call.positions for layer in coverage.layers for call in layer.calls), default=1),
+        positions=positions(coverage),
+        more_margin=more_margin,
     )
     return clipped, factors.weighted_sum(gradients, leaf_groups, clipped)

@@ -1,0 +1,1 @@
+"""What the benchmark scripts share: timing, what a step costs, tables, figures, records of a run."""

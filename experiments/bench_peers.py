@@ -80,6 +80,9 @@ class PeersConfig:
     models: tuple[Model, ...] = get_args(Model)
     """Whether the output head is the embedding itself, or a matrix of its own."""
 
+    variants: tuple[str, ...] = tuple(dict.fromkeys([*JAX_CONTENDERS, *_TORCH]))
+    """What to measure, by the names that the table shows; the non-private baselines always are."""
+
     preset: str = "distilgpt2"
     """Model size: tiny, distilgpt2, gpt2, gpt2-medium, gpt2-large or gpt2-xl."""
 
@@ -108,6 +111,11 @@ class PeersConfig:
     def __post_init__(self) -> None:
         if not self.models:
             raise ValueError("models must name at least one, got none")
+        known = {*JAX_CONTENDERS, *_TORCH}
+        if not set(self.variants) <= known:
+            raise ValueError(
+                f"variants must be among {', '.join(sorted(known))}, got {', '.join(self.variants)}"
+            )
         limit = GPT2Config.preset(self.preset).n_positions
         if not 2 <= self.length <= limit:
             raise ValueError(f"length must be in [2, {limit}], got {self.length}")
@@ -172,6 +180,8 @@ def measure(config: PeersConfig, model: Model, versions: Mapping[str, str]) -> l
         builders |= {("torch", name): (library, torch_contender) for name, library in _TORCH.items()}
     for (framework, name), (library, build) in builders.items():
         if library == "jax-privacy" and library not in versions:
+            continue
+        if name not in ("non-private", *config.variants):
             continue
         row: Row = {"model": model, "library": library, "variant": name, "framework": framework, "note": None}
         rows.append(row)

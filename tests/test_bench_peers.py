@@ -87,6 +87,7 @@ def test_the_one_example_is_all_its_target() -> None:
     [
         ({"length": 1025}, r"length must be in \[2, 1024\], got 1025"),
         ({"models": ()}, "models must name at least one, got none"),
+        ({"variants": ("magic",)}, "variants must be among bookkeeping, ghost, .*, got magic"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
         ({"preset": "huge"}, "preset must be one of .*, got 'huge'"),

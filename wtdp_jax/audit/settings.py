@@ -5,6 +5,7 @@ Dimension key: B examples, T tokens.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +127,7 @@ def examine(setting: Setting, *, seed: int, draws: int, ascent_steps: int) -> Fi
     model = _model(setting.tie)
     neighbours = _neighbours(model, seed)
     if setting.worst_params:
-        neighbours = dataclasses.replace(neighbours, params=_worst(neighbours, ascent_steps))
+        neighbours = dataclasses.replace(neighbours, params=_worst_params(seed, ascent_steps))
     grad_fn = clipped_grad(
         _scaled_loss(model),
         engine=setting.engine,
@@ -180,8 +181,10 @@ def _neighbours(model: GPT2, seed: int) -> Neighbours:
     return Neighbours(params=params, batch=batch, others=jnp.asarray([False, True]))
 
 
-def _worst(neighbours: Neighbours, steps: int) -> Any:
+@functools.cache
+def _worst_params(seed: int, steps: int) -> Any:
     """Parameters at which the tied model's naive norm of the canary is most wrong."""
+    neighbours = _neighbours(_model(tie=True), seed)
     example = jax.tree.map(lambda leaf: leaf[-1:], neighbours.batch)
     untied = _scaled_loss(_model(tie=False))
 

@@ -8,6 +8,7 @@ equal, it also looks at each leaf alone, and takes what tells the two apart best
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -95,19 +96,13 @@ def audit(
         delta: at which epsilon is given.
         confidence: with which both error rates are bounded together.
     """
+    release = jax.jit(mechanism.release)
     sums = [
-        jax.jit(mechanism.release)(
-            neighbours.params, neighbours.batch, neighbours.is_padding(with_canary=with_canary)
-        )
+        release(neighbours.params, neighbours.batch, neighbours.is_padding(with_canary=with_canary))
         for with_canary in (False, True)
     ]
-    difference = jax.tree.map(jnp.subtract, sums[1], sums[0])
-    keys = jax.random.split(key, 2)
     chosen = draws // 4
-    without, with_canary = (
-        statistics(mechanism, total, sums[0], difference, key, draws + chosen)
-        for total, key in zip(sums, keys, strict=True)
-    )
+    without, with_canary = statistics(mechanism, sums, key, draws + chosen)
     view, threshold = best_test(without[:chosen], with_canary[:chosen])
     each = 1 - (1 - confidence) / 2
     false_positive = bounds.upper_bound(int(np.sum(without[chosen:, view] > threshold)), draws, each)
@@ -119,33 +114,42 @@ def audit(
 
 
 def statistics(
-    mechanism: Mechanism, total: Any, origin: Any, direction: Any, key: Array, draws: int
-) -> Float[np.ndarray, "N K_plus_1"]:
-    """Inner products of released sums, less `origin`, with a direction: in each leaf, and in all together.
+    mechanism: Mechanism, sums: list[Any], key: Array, draws: int
+) -> tuple[Float[np.ndarray, "N K_plus_1"], Float[np.ndarray, "N K_plus_1"]]:
+    """Where released sums lie on the way from one sum to the other: in each leaf, and in all together.
 
     Args:
         mechanism: adds the noise.
-        total: the sum before noise.
-        origin: what is subtracted.
-        direction: a tree like the sum.
+        sums: the two sums before noise.
         key: one key, split for the draws.
-        draws: N.
-    """
+        draws: N, of either.
 
-    def one(key: Array) -> Array:
+    Returns:
+        For either sum the inner products of the released ones, less the first, with the difference.
+    """
+    difference = jax.tree.map(jnp.subtract, sums[1], sums[0])
+
+    def one(total: Any, key: Array) -> Array:
         products = jax.tree.map(
             lambda released, start, d: jnp.sum((released - start) * d),
             mechanism.noised(total, key),
-            origin,
-            direction,
+            sums[0],
+            difference,
         )
         leaves = jnp.stack(jax.tree.leaves(products))
         return jnp.append(leaves, jnp.sum(leaves))
 
+    @jax.jit
+    def chunk_by_chunk(total: Any, keys: Array) -> Array:
+        return jax.lax.map(jax.vmap(functools.partial(one, total)), keys)
+
     chunks = -(-draws // _CHUNK)
-    keys = jax.random.split(key, (chunks, _CHUNK))
-    found = jax.jit(lambda keys: jax.lax.map(jax.vmap(one), keys))(keys)
-    return np.asarray(found).reshape(chunks * _CHUNK, -1)[:draws]
+    keys = jax.random.split(key, (2, chunks, _CHUNK))
+    without, with_canary = (
+        np.asarray(chunk_by_chunk(*pair)).reshape(chunks * _CHUNK, -1)[:draws]
+        for pair in zip(sums, keys, strict=True)
+    )
+    return without, with_canary
 
 
 def best_test(without: np.ndarray, with_canary: np.ndarray) -> tuple[int, float]:

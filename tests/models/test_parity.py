@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -113,7 +114,7 @@ def test_exported_logits(tmp_path, name, tied):
     model = small.of(dataclasses.replace(EXPORTED[name], tie_embeddings=tied))
     shapes = jax.eval_shape(model.init, jax.random.key(0), IDS)["params"]
     rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda s: rng.normal(0.0, 0.3, s.shape).astype(np.float32), shapes)
+    params = jax.tree.map(lambda s: jnp.asarray(rng.normal(0.0, 0.3, s.shape), np.float32), shapes)
     save_pretrained(tmp_path / "model", model, params)
     exported, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", output_loading_info=True

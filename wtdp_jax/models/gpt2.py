@@ -79,8 +79,9 @@ class Block(nn.Module):
         """Causal self-attention."""
         config = self.config
         drops = config.dropout > 0 and not drop.deterministic
-        heads = (a.reshape(*a.shape[:-1], config.n_head, -1) for a in (q, k, v))
-        return attention(*heads, drop if drops else None, remat=bool(config.remat)).reshape(q.shape)
+        q_heads, k_heads, v_heads = (a.reshape(*a.shape[:-1], config.n_head, -1) for a in (q, k, v))
+        drop_weights, remat = drop if drops else None, bool(config.remat)
+        return attention(q_heads, k_heads, v_heads, drop_weights, remat=remat).reshape(q.shape)
 
 
 class GPT2(Decoder):

@@ -1,4 +1,4 @@
-"""Fine-tunes a GPT-2 privately, weight-tied or untied, and leaves a complete run folder.
+"""Fine-tunes a language model privately, weight-tied or untied, and leaves a complete run folder.
 
 Without a file or a hub:
 

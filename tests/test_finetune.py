@@ -1,5 +1,6 @@
 """The script as a user meets it: settings in, a run folder or one line of complaint out."""
 
+import dataclasses
 import json
 import os
 import runpy
@@ -7,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from tests import tiny
-from wtdp_jax.models import save_pretrained
+from wtdp_jax.models import Llama, LlamaConfig, from_pretrained, save_pretrained
 from wtdp_jax.run_folder import read_json
 
 _SCRIPT = Path(__file__).parents[1] / "experiments" / "finetune.py"
@@ -67,6 +70,22 @@ def _refusal(
     stderr = capsys.readouterr().err
     assert stderr.startswith("error: ") and stderr.count("\n") == 1
     return stderr.removeprefix("error: ").rstrip("\n")
+
+
+@pytest.mark.slow
+def test_a_llama_becomes_a_llama(place: Path):
+    shape = {"vocab_size": len(tiny.WORDS), "n_positions": 8, "n_embd": 8, "n_layer": 1}
+    model = Llama(LlamaConfig(**shape, n_head=2, n_kv_head=1, n_inner=12))
+    params = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
+    save_pretrained(place / "llama", model, params, tiny.tokenizer())
+    changes = {"model": place / "llama", "engine": "bookkeeping", "loss": "lm", "uncovered": "error"}
+    ended = _script(*_arguments(place, "of_llama", **changes, trainable=None), "--no-tie-embeddings")
+    assert ended.returncode == 0, ended.stderr
+    assert read_json(place / "of_llama" / "results.json")["num_eval_examples"] == 5
+    trained, trained_params = from_pretrained(place / "of_llama" / "model")
+    assert trained == Llama(dataclasses.replace(model.config, tie_embeddings=False))
+    for name in ("q_proj", "down_proj"):
+        assert np.any(trained_params["h"][name]["kernel"] != params["h"][name]["kernel"])
 
 
 @pytest.mark.slow

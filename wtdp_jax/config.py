@@ -18,7 +18,7 @@ effect: that is compared by fingerprint."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Fine-tunes a GPT-2, weight-tied or untied, on a classification task, privately by default."""
+    """Fine-tunes a language model, weight-tied or untied, on a classification task, privately by default."""
 
     task: str = "reviews"
     """Task: reviews (generated, needs no file and no hub), sst2, qnli or qqp."""
@@ -27,13 +27,14 @@ class TrainConfig:
     """Folder with the tasks' files, e.g. ../shared/data; None downloads from the Hugging Face hub."""
 
     model: str | None = None
-    """Folder or hub name of a GPT-2 in Hugging Face form; None: a small untrained one (reviews)."""
+    """Folder or hub name of a GPT-2, Llama or Qwen 2 in Hugging Face form; None: a small untrained GPT-2
+    (reviews)."""
 
     tie_embeddings: bool = True
     """Whether the output head is the input embedding itself; an untied head starts as a copy of it."""
 
     dropout: float = 0.0
-    """Dropout rate while training, in [0, 1)."""
+    """Dropout rate while training, in [0, 1); of a Llama's attention weights alone."""
 
     remat: bool | Literal["full"] = False
     """What the backward pass computes again to save memory: False, nothing; True, what is cheap in each

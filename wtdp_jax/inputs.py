@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from wtdp_jax import embedded
 from wtdp_jax.config import TrainConfig
 from wtdp_jax.data import Encoded, Task, encode, load_split, load_task, load_tokenizer
-from wtdp_jax.models import GPT2, GPT2Config, from_pretrained
+from wtdp_jax.models import GPT2, Decoder, GPT2Config, from_pretrained
 
 Params = Any
 
@@ -28,7 +28,7 @@ class Inputs:
       eval_data: the rows to evaluate on, taken to be public.
     """
 
-    model: GPT2
+    model: Decoder
     params: Params
     tokenizer: PreTrainedTokenizerBase
     train_data: Encoded
@@ -57,7 +57,7 @@ def load(config: TrainConfig) -> Inputs:
     rows = {split: load_split(task, split, config.data_dir) for split in ("train", "dev")}
     model, params, tokenizer = _load_model(config, task)
     how = dataclasses.replace(model.config, dropout=config.dropout, remat=config.remat, dtype=config.dtype)
-    model = GPT2(how)
+    model = type(model)(how)
     limit = model.config.n_positions
     if config.max_length is not None and config.max_length > limit:
         raise ValueError(
@@ -72,7 +72,7 @@ def load(config: TrainConfig) -> Inputs:
     return Inputs(model=model, params=params, tokenizer=tokenizer, train_data=train_data, eval_data=eval_data)
 
 
-def _load_model(config: TrainConfig, task: Task) -> tuple[GPT2, Params, PreTrainedTokenizerBase]:
+def _load_model(config: TrainConfig, task: Task) -> tuple[Decoder, Params, PreTrainedTokenizerBase]:
     """The model, its parameters and its tokenizer."""
     if config.model is not None:
         return *from_pretrained(config.model, config.tie_embeddings), load_tokenizer(config.model)
@@ -85,7 +85,7 @@ def _load_model(config: TrainConfig, task: Task) -> tuple[GPT2, Params, PreTrain
     return model, params, tokenizer
 
 
-def _check_vocabulary(data: Encoded, model: GPT2) -> None:
+def _check_vocabulary(data: Encoded, model: Decoder) -> None:
     """A token id that the model has no row for would make its example NaN."""
     largest = max(int(np.max(data.arrays["ids"])), int(np.max(data.label_ids)))
     if largest >= model.config.vocab_size:

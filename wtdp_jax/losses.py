@@ -3,8 +3,8 @@
 Dimension key: B examples, T tokens, V vocabulary, K label words.
 
 Each function turns a model into ``loss_fn(params, batch) -> losses (B,)``. No operation crosses examples, as
-per-example clipping demands. A model is any Flax Linen module called like `wtdp_jax.models.GPT2`. A batch may
-carry "dropout_key" (B, 2) uint32, one raw key an example; dropout is then on.
+per-example clipping demands. A model is any Flax Linen module called like `wtdp_jax.models.Decoder`. A batch
+may carry "dropout_key" (B, 2) uint32, one raw key an example; dropout is then on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +68,8 @@ def lm_loss(model: nn.Module) -> LossFn:
     token, is what lets it do without whole logits: see `wtdp_jax.lm_head`.
 
     Args:
-        model: has a method ``weighted_loss(ids, weights) -> (B,)``, see `wtdp_jax.models.GPT2.weighted_loss`.
+        model: has a method ``weighted_loss(ids, weights) -> (B,)``, see
+            `wtdp_jax.models.Decoder.weighted_loss`.
 
     Returns:
         A loss of batches {"ids" (B, T) int32, "weights" (B, T) float}: weights[:, t] is the weight of

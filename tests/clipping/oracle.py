@@ -31,8 +31,8 @@ def clipped_sum(gradients: Any, factors: np.ndarray) -> Any:
 
 
 def flat_factors(norms: np.ndarray, l2_clip_norm: float) -> np.ndarray:
-    """min(1, C / norm)."""
-    return np.minimum(1, l2_clip_norm / norms)
+    """min(1, C / norm), for C above 0; a layer's norm may be 0."""
+    return l2_clip_norm / np.maximum(norms, l2_clip_norm)
 
 
 def automatic_factors(norms: np.ndarray, l2_clip_norm: float) -> np.ndarray:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wtdp_jax.models import GPT2, GPT2Config
+from wtdp_jax.models import GPT2, Decoder, GPT2Config, Llama, LlamaConfig
+from wtdp_jax.models.rotary import Llama3Scaling
 
 TOKENS = 6
 
@@ -18,6 +19,18 @@ def gpt2(*, tie: bool, remat: bool = False) -> GPT2:
             vocab_size=31, n_positions=9, n_embd=8, n_layer=2, n_head=2, tie_embeddings=tie, remat=remat
         )
     )
+
+
+def llama(*, tie: bool, remat: bool = False) -> Llama:
+    # With all that the family has: shared heads of keys and values, biases on them, scaled frequencies.
+    scaling = Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_n_positions=16)
+    sizes = {"vocab_size": 31, "n_positions": 9, "n_embd": 8, "n_layer": 2}
+    heads = {"n_head": 2, "n_kv_head": 1, "n_inner": 12, "qkv_bias": True, "rope_scaling": scaling}
+    return Llama(LlamaConfig(**sizes, **heads, tie_embeddings=tie, remat=remat))
+
+
+def decoder(family: str, *, tie: bool, remat: bool = False) -> Decoder:
+    return {"gpt2": gpt2, "llama": llama}[family](tie=tie, remat=remat)
 
 
 def random_params(

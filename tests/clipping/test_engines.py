@@ -17,10 +17,10 @@ from tests.clipping import oracle, small
 from wtdp_jax import head_rules
 from wtdp_jax.clipping import ClippedGrad, clipped_grad
 from wtdp_jax.losses import label_word_loss, lm_loss, next_token_loss
-from wtdp_jax.models import GPT2
 
 ENGINES = ("materialized", "microbatched", "ghost", "bookkeeping")
 GHOSTLY = ("ghost", "bookkeeping")
+FAMILIES = ("gpt2", "llama")
 
 # The batch's last rows: padding that holds NaN and a token that does not exist, and a real row whose gradient
 # is not finite. Neither may leave a trace.
@@ -57,9 +57,9 @@ def _expected(clipping: str, gradients: Any, l2_clip_norm: float) -> Any:
 
 
 @functools.cache
-def _setting(tie: bool, loss: str) -> tuple[Any, ...]:
+def _setting(family: str, tie: bool, loss: str) -> tuple[Any, ...]:
     """A loss with parameters and a batch in float64, and the per-example gradients of its real rows."""
-    model = small.gpt2(tie=tie)
+    model = small.decoder(family, tie=tie)
     loss_fn = _loss(loss, model)
     batch, is_padding = _batch_with_odd_rows()
     params = small.random_params(model, batch["ids"])
@@ -71,8 +71,11 @@ def _setting(tie: bool, loss: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", pytest.param("automatic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("loss", ["next_token", pytest.param("lm", marks=pytest.mark.slow)])
-def test_exact_in_float64(float64: None, tie: bool, loss: str, clipping: Any, engine: Any) -> None:
-    loss_fn, params, batch, is_padding, gradients = _setting(tie, loss)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_in_float64(
+    float64: None, family: str, tie: bool, loss: str, clipping: Any, engine: Any
+) -> None:
+    loss_fn, params, batch, is_padding, gradients = _setting(family, tie, loss)
     norms = oracle.norms(gradients)
     l2_clip_norm = float(np.median(norms))
     grad_fn = clipped_grad(
@@ -89,21 +92,29 @@ def test_exact_in_float64(float64: None, tie: bool, loss: str, clipping: Any, en
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("tied_norm", ["cross_term", pytest.param("materialize", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("remat", [False, pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_long_sequences(
-    float64: None, monkeypatch: pytest.MonkeyPatch, tie: bool, engine: Any, tied_norm: Any, remat: Any
+    float64: None,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    tie: bool,
+    engine: Any,
+    tied_norm: Any,
+    remat: Any,
 ) -> None:
     """With more tokens than features gradients are kept for records. Also: heads in tiles, remat."""
     monkeypatch.setattr(head_rules, "_TILE", 8)
     tokens = 20
-    config = dataclasses.replace(small.gpt2(tie=tie).config, n_positions=tokens, remat=remat)
+    decoder = small.decoder(family, tie=tie)
+    config = dataclasses.replace(decoder.config, n_positions=tokens)
+    plain, model = (type(decoder)(dataclasses.replace(config, remat=r)) for r in (False, remat))
     batch = small.token_batch(3, tokens=tokens)
-    params = small.random_params(GPT2(config), batch["ids"])
-    plain = lm_loss(GPT2(dataclasses.replace(config, remat=False)))
-    gradients = oracle.per_example_gradients(plain, params, batch)
+    params = small.random_params(model, batch["ids"])
+    gradients = oracle.per_example_gradients(lm_loss(plain), params, batch)
     norms = oracle.norms(gradients)
     l2_clip_norm = float(np.median(norms))
     grad_fn = clipped_grad(
-        lm_loss(GPT2(config)),
+        lm_loss(model),
         engine=engine,
         l2_clip_norm=l2_clip_norm,
         tied_norm=tied_norm,
@@ -112,6 +123,18 @@ def test_long_sequences(
     total, per_example = jax.jit(grad_fn)(params, batch)
     assert oracle.relative_error(per_example.norm, norms) < 1e-10
     assert oracle.relative_error(total, _expected("flat", gradients, l2_clip_norm)) < 1e-10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("loss", [next_token_loss, lm_loss])
+@pytest.mark.parametrize("engine", GHOSTLY)
+def test_a_rule_covers_every_leaf(family: str, tie: bool, loss: Any, engine: Any) -> None:
+    model = small.decoder(family, tie=tie)
+    batch = small.token_batch(2, dtype=jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), batch["ids"])["params"]
+    coverage = clipped_grad(loss(model), engine=engine, l2_clip_norm=1.0).check(params, batch)
+    assert coverage.leaves and not coverage.uncovered and not coverage.unused, coverage
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
@@ -137,7 +160,7 @@ def test_the_ghost_passes_share_one_forward_pass(tie: bool, remat: bool) -> None
 @pytest.mark.slow
 def test_ghost_op_by_op(float64: None) -> None:
     """Without compilation a scan's slices are arrays of their own, so the second pass runs forward again."""
-    loss_fn, params, batch, is_padding, gradients = _setting(True, "next_token")
+    loss_fn, params, batch, is_padding, gradients = _setting("gpt2", True, "next_token")
     grad_fn = clipped_grad(loss_fn, engine="ghost", l2_clip_norm=0.5)
     with jax.disable_jit():
         total, _ = grad_fn(params, batch, is_padding)
@@ -172,8 +195,9 @@ def test_in_float32(engine: Any, tie: bool) -> None:
 
 
 @pytest.mark.slow
-def test_other_tied_norms(float64: None) -> None:
-    tied, untied = small.gpt2(tie=True), small.gpt2(tie=False)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_tied_norms(float64: None, family: str) -> None:
+    tied, untied = (small.decoder(family, tie=tie) for tie in (True, False))
     batch = small.token_batch(3)
     params = small.random_params(tied, batch["ids"])
     apart = params | {"lm_head": {"kernel": params["wte"]["embedding"].T}}

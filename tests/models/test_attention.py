@@ -11,9 +11,9 @@ from wtdp_jax.models.attention import causal_attention, causal_attention_by_exam
 B, T, H, K = 3, 7, 2, 4
 
 
-def _heads() -> list[Any]:
+def _heads(*counts: int) -> list[Any]:
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal((B, T, H, K)), jnp.float32) for _ in range(3)]
+    return [jnp.asarray(rng.standard_normal((B, T, n, K)), jnp.float32) for n in counts or (H, H, H)]
 
 
 def _value_and_gradients(attention: Any) -> Any:
@@ -49,3 +49,15 @@ def test_no_token_sees_a_later_one() -> None:
         after = attention(q, k.at[:, -1].add(1), v.at[:, -1].add(1))
         np.testing.assert_array_equal(before[:, :-1], after[:, :-1])
         assert jnp.any(before[:, -1] != after[:, -1])
+
+
+def test_shared_heads_are_those_repeated_in_turn() -> None:
+    heads = _heads(6, 2, 2)
+
+    def repeated(q: Any, k: Any, v: Any) -> Any:
+        apart = ([x[:, :, head // 3] for head in range(6)] for x in (k, v))
+        return causal_attention(q, *(jnp.stack(x, axis=2) for x in apart))
+
+    right = _value_and_gradients(repeated)(*heads)
+    for attention in (causal_attention, causal_attention_by_example):
+        _assert_close(_value_and_gradients(attention)(*heads), right)

@@ -11,6 +11,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from tests.models.folders import assert_same, edit_config, edit_tensors
 from wtdp_jax.models import GPT2, GPT2Config, from_pretrained, save_pretrained
 
 TINY = GPT2Config(vocab_size=11, n_positions=8, n_embd=12, n_layer=3, n_head=2, layer_norm_epsilon=1e-6)
@@ -22,11 +23,6 @@ def make(**overrides):
     shapes = jax.eval_shape(model.init, jax.random.key(0), IDS)["params"]
     rng = np.random.default_rng(0)
     return model, jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
-
-
-def assert_same(actual, expected):
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
-    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(actual))
 
 
 @pytest.fixture
@@ -41,20 +37,6 @@ def untied(tmp_path):
     """An untied model's folder, its head unlike the embedding."""
     save_pretrained(tmp_path / "model", *make(tie_embeddings=False))
     return tmp_path / "model"
-
-
-def edit_config(folder, **changes):
-    """Changes entries of config.json; None takes one away."""
-    path = folder / "config.json"
-    entries = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in entries.items() if v is not None}))
-
-
-def edit_tensors(folder, edit):
-    """Rewrites the weights by a function on the dict of tensors, in place."""
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / "model.safetensors")
 
 
 def shard(folder, names=("a.safetensors", "b.safetensors")):
@@ -186,8 +168,8 @@ def test_an_untied_folder_must_store_its_head(untied, tie_embeddings):
 @pytest.mark.parametrize(
     ("entry", "value", "message"),
     [
-        ("model_type", "gpt_neo", "model_type must be gpt2, got 'gpt_neo'"),
-        ("model_type", None, "model_type must be gpt2, got None"),
+        ("model_type", "gpt_neo", "model_type must be gpt2, llama or qwen2, got 'gpt_neo'"),
+        ("model_type", None, "model_type must be gpt2, llama or qwen2, got None"),
         ("activation_function", "gelu", "activation_function must be 'gelu_new' or .*, got 'gelu'"),
         ("scale_attn_weights", False, "scale_attn_weights must be True, got False"),
         ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx must be False, got True"),

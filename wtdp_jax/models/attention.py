@@ -1,6 +1,9 @@
 """Causal self-attention, all examples at once or one after the other.
 
-Dimension key: B examples, T tokens, H heads, K features a head.
+Dimension key: B examples, T tokens, H heads of queries, G heads of keys and values, K features a head.
+
+Each head of keys and values serves H / G heads of queries in turn (grouped-query attention, Ainslie et al.
+2023, arXiv 2305.13245); in multi-head attention G is H.
 """
 
 import math
@@ -12,9 +15,27 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float
 
 Heads = Float[Array, "B T H K"]
+SharedHeads = Float[Array, "B T G K"]
+Drop = Callable[[Array], Array] | None
 
 
-def causal_attention(q: Heads, k: Heads, v: Heads, drop: Callable[[Array], Array] | None = None) -> Heads:
+def attention(q: Heads, k: SharedHeads, v: SharedHeads, drop: Drop = None, *, remat: bool) -> Heads:
+    """Attention of each token to itself and those before it, in the way that suits a block of a decoder.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        drop: dropout on the attention weights; None: none.
+        remat: whether memory is worth more than time.
+    """
+    # Scores outgrow all else that a block holds where there are more tokens than features to a head.
+    if remat and drop is None and q.shape[1] > 4 * q.shape[-1]:
+        return causal_attention_by_example(q, k, v)
+    return causal_attention(q, k, v, drop)
+
+
+def causal_attention(q: Heads, k: SharedHeads, v: SharedHeads, drop: Drop = None) -> Heads:
     """Attention of each token to itself and those before it.
 
     Args:
@@ -30,6 +51,8 @@ def causal_attention(q: Heads, k: Heads, v: Heads, drop: Callable[[Array], Array
     narrow, head_size = jnp.finfo(q.dtype).bits == 16, q.shape[-1]
     if drop is None and jax.default_backend() == "gpu" and narrow and head_size % 8 == 0 and head_size <= 128:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    if k.shape[2] < q.shape[2]:
+        k, v = (jnp.repeat(heads, q.shape[2] // k.shape[2], axis=2) for heads in (k, v))
     scores = jnp.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
     scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
     causal = jnp.tril(jnp.ones((1, 1, *scores.shape[2:]), bool))
@@ -39,7 +62,7 @@ def causal_attention(q: Heads, k: Heads, v: Heads, drop: Callable[[Array], Array
 
 
 @jax.custom_vjp
-def causal_attention_by_example(q: Heads, k: Heads, v: Heads) -> Heads:
+def causal_attention_by_example(q: Heads, k: SharedHeads, v: SharedHeads) -> Heads:
     """`causal_attention` of one example after the other, under vmap too, with scores formed again backward.
 
     So the scores of one example, H T T, are all that is held of them.
@@ -48,7 +71,7 @@ def causal_attention_by_example(q: Heads, k: Heads, v: Heads) -> Heads:
 
 
 def _of_one(q: Array, k: Array, v: Array) -> Array:
-    """One example's attention, (T, H, K)."""
+    """One example's attention, (T, H, K); keys and values are (T, G, K)."""
     return causal_attention(q[None], k[None], v[None])[0]
 
 

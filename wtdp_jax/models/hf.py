@@ -1,23 +1,24 @@
-"""GPT-2 from and to Hugging Face's form: a folder of config.json, model.safetensors and tokenizer files."""
+"""Models from and to Hugging Face's form: a folder of config.json, model.safetensors and tokenizer files."""
 
 import dataclasses
 import os
 from pathlib import Path
 from typing import Any
 
-from wtdp_jax.models.gpt2 import GPT2
-from wtdp_jax.models.hf_config import config_from_json, config_to_json
+from wtdp_jax.models.decoder import Decoder
+from wtdp_jax.models.hf_config import config_from_json, config_to_json, family_of
 from wtdp_jax.models.hf_files import CONFIG, WEIGHTS_INDEX, read_json, read_tensors, write_folder
 from wtdp_jax.models.hf_tensors import Params, params_from_tensors, settle_head, tensors_from_params
 
 
 def from_pretrained(
     folder_or_hub_name: str | os.PathLike[str], tie_embeddings: bool | None = None
-) -> tuple[GPT2, Params]:
-    """Loads a GPT-2 strictly: whatever the model would not compute exactly is refused by name.
+) -> tuple[Decoder, Params]:
+    """Loads a GPT-2, Llama or Qwen 2 strictly: whatever it would not compute exactly is refused by name.
 
     Args:
-      folder_or_hub_name: a local folder, or a name on the Hugging Face hub such as `distilgpt2`.
+      folder_or_hub_name: a local folder, or a name on the Hugging Face hub such as `distilgpt2` or
+        `HuggingFaceTB/SmolLM2-135M`.
       tie_embeddings: None ties as config.json says. False unties a tied model: the head starts as a copy of
         the embedding. True ties an untied model, if its head still equals the embedding.
 
@@ -30,14 +31,20 @@ def from_pretrained(
     """
     folder = _locate(folder_or_hub_name)
     stored = config_from_json(read_json(folder / CONFIG))
+    family = family_of(stored)
     tied = stored.tie_embeddings if tie_embeddings is None else tie_embeddings
     config = dataclasses.replace(stored, tie_embeddings=tied)
-    tensors = settle_head(read_tensors(folder), stored_tied=stored.tie_embeddings, tied=tied)
-    return GPT2(config), params_from_tensors(tensors, config)
+    tensors = settle_head(
+        read_tensors(folder, family.names),
+        embedding=family.names.embedding,
+        stored_tied=stored.tie_embeddings,
+        tied=tied,
+    )
+    return family.model(config), params_from_tensors(tensors, config)
 
 
 def save_pretrained(
-    folder: str | os.PathLike[str], model: GPT2, params: Params, tokenizer: Any = None
+    folder: str | os.PathLike[str], model: Decoder, params: Params, tokenizer: Any = None
 ) -> None:
     """Writes a folder that `from_pretrained` and transformers' `AutoModelForCausalLM` load.
 
@@ -45,15 +52,16 @@ def save_pretrained(
 
     Args:
       folder: new, empty, or an earlier export to be replaced.
-      model: the model whose configuration is stored; `remat` is not part of it.
+      model: the model whose configuration is stored; `remat` and `dtype` are not part of it.
       params: its parameters.
       tokenizer: a transformers tokenizer whose files go into the folder too.
 
     Raises:
       ValueError: if the parameters are not the model's or not finite, or `folder` holds other files.
     """
+    prefix = family_of(model.config).names.prefix
     tensors = {
-        name if name.startswith("lm_head.") else f"transformer.{name}": tensor
+        name if name.startswith("lm_head.") else f"{prefix}{name}": tensor
         for name, tensor in tensors_from_params(params, model.config).items()
     }
     write_folder(Path(folder), config_to_json(model.config, tokenizer), tensors, tokenizer)

@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from wtdp_jax.models.hf_family import TensorNames
 from wtdp_jax.models.hf_tensors import to_float32
 
 CONFIG = "config.json"
@@ -19,8 +20,6 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Causal masks that older exports keep among the weights.
-_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -40,25 +39,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return decoded
 
 
-def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+def read_tensors(folder: Path, names: TensorNames) -> dict[str, np.ndarray]:
     """Reads a model folder's weights, in one file or in shards.
 
     Args:
       folder: holds model.safetensors, or shards and model.safetensors.index.json.
+      names: the family's.
 
     Returns:
-      float32 arrays by name, without the prefix "transformer." that some exports have, and without masks.
+      float32 arrays by bare name, whether the export has the family's prefix or not, and without buffers.
 
     Raises:
       ValueError: if a file is missing or malformed, or one tensor comes twice.
     """
     if (folder / WEIGHTS).is_file():
-        return _read_file(folder / WEIGHTS)
+        return _read_file(folder / WEIGHTS, names)
     if not (folder / WEIGHTS_INDEX).is_file():
         raise ValueError(f"model folder must hold {WEIGHTS} or {WEIGHTS_INDEX}, got {folder} without either")
     tensors: dict[str, np.ndarray] = {}
     for shard in _shards(folder):
-        part = _read_file(shard)
+        part = _read_file(shard, names)
         if twice := tensors.keys() & part:
             raise ValueError(f"tensor {min(twice)} must be in one shard, got it again in {shard.name}")
         tensors |= part
@@ -98,7 +98,7 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(weight_map.values()))]
 
 
-def _read_file(path: Path) -> dict[str, np.ndarray]:
+def _read_file(path: Path, names: TensorNames) -> dict[str, np.ndarray]:
     """The weights of one safetensors file, by bare name."""
     tensors: dict[str, np.ndarray] = {}
     if not path.is_file():
@@ -108,8 +108,8 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
     try:
         with safe_open(path, framework="numpy") as file:
             for stored_name in file.keys():
-                name = stored_name.removeprefix("transformer.")
-                if _BUFFER.fullmatch(name):
+                name = stored_name.removeprefix(names.prefix)
+                if re.fullmatch(names.buffers, name):
                     continue
                 dtype = file.get_slice(stored_name).get_dtype()
                 if dtype not in _FLOATS:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wtdp_jax import noise
-from wtdp_jax.clipping import Engine, factors, materialized
+from wtdp_jax.clipping import Engine, factors
 from wtdp_jax.clipping.job import Job, Outcome
 
 _ADD_NOISE = noise._add_noise
@@ -76,7 +77,9 @@ def one_clip_for_the_batch() -> contextlib.AbstractContextManager[None]:
         clipped = jax.tree.map(lambda leaf: factor * leaf, gradient)
         return job.outcome(clipped, losses, jnp.broadcast_to(norm, losses.shape))
 
-    return _patched(materialized, "_vmapped", clipped_whole)
+    # By its name: in its package an engine's function hides the module of the same name.
+    module = importlib.import_module("wtdp_jax.clipping.materialized")
+    return _patched(module, "_vmapped", clipped_whole)
 
 
 def faults(expected_batch_size: int) -> tuple[Fault, ...]:

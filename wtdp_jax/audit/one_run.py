@@ -124,7 +124,7 @@ def _train(
     )
     noise = add_gaussian_noise(statement.noise_stddev, key_from_seed(config.seed, "noise"))
     optimizer = optax.chain(divide_by(config.expected_batch_size), optax.sgd(0.5))
-    params = model.init(jax.random.key(config.seed), canaries["ids"][:1])["params"]
+    params = jax.jit(model.init)(jax.random.key(config.seed), canaries["ids"][:1])["params"]
     noise_state, opt_state = noise.init(params), optimizer.init(params)
 
     @jax.jit

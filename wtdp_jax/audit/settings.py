@@ -177,7 +177,7 @@ def _neighbours(model: GPT2, seed: int) -> Neighbours:
         "targets": jnp.full(3, ids[0, 0]),
         "scale": jnp.asarray([1.0, 1.0, -3.0]),
     }
-    params = model.init(jax.random.key(seed), batch["ids"])["params"]
+    params = jax.jit(model.init)(jax.random.key(seed), batch["ids"])["params"]
     return Neighbours(params=params, batch=batch, others=jnp.asarray([False, True]))
 
 

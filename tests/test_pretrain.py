@@ -106,7 +106,7 @@ def test_another_run_is_not_continued(text: Path, whole: Path, capsys: pytest.Ca
 def test_matrices_decay_and_vectors_do_not() -> None:
     config = PretrainConfig(**_SMALL, learning_rate=0.1, weight_decay=0.5)
     optimizer = pretrain.make_optimizer(config)
-    params = {"h": {"c_fc": {"kernel": np.ones((2, 3, 3)), "bias": np.ones((2, 3))}}}
+    params = {"h": {"c_fc": {"kernel": np.ones((2, 3, 3), np.float32), "bias": np.ones((2, 3), np.float32)}}}
     zero = jax.tree.map(np.zeros_like, params)
     updates, _ = optimizer.update(zero, optimizer.init(params), params)
     assert np.all(updates["h"]["c_fc"]["kernel"] < 0) and np.all(updates["h"]["c_fc"]["bias"] == 0)

@@ -106,7 +106,7 @@ def train_tokenizer(
         show_progress=False,
     )
     # A word becomes a token where it is frequent; these are made so for the tokenizer alone.
-    often = 1 + sum(map(len, texts)) // 100
+    often = max(1000, sum(map(len, texts)) // 100)
     backend.train_from_iterator(_with_words(texts, words, often), trainer)
     for word in words:
         if len(pieces := backend.encode(word).tokens) != 1:

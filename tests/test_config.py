@@ -24,6 +24,12 @@ from wtdp_jax.config import TrainConfig
         ({"regime": "nonprivate", "epsilon": 1.0}, "epsilon has no meaning with regime nonprivate, got 1.0"),
         ({"momentum": 0.9}, "momentum needs optimizer sgd, got 0.9 with adam"),
         ({"trainable": "("}, "trainable must be a regular expression, got '\\('"),
+        ({"double_noise": "["}, "double_noise must be a regular expression, got '\\['"),
+        (
+            {"regime": "nonprivate", "double_noise": "wte"},
+            "double_noise has no meaning with regime nonprivate",
+        ),
+        ({"held_out_fraction": 1.0}, r"held_out_fraction must be in \[0, 1\), got 1.0"),
     ],
 )
 def test_refuses_in_one_line(fields: dict, message: str):

@@ -90,8 +90,9 @@ def test_a_part_imports_only_what_it_may(part: str) -> None:
 def test_parts_meet_on_the_training_side_alone() -> None:
     others = {_part(module) for module in _FILES} - _MAY_IMPORT.keys()
     couplers = {part for part in others if len(_parts_imported(part) & _COUPLED) > 1}
-    # What a step costs, and what it gives away, is seen on a step with noise.
-    assert couplers <= {"train", "plan", "inputs", "streams", "benchmark", "audit"}
+    # What a step costs, and what it gives away, is seen on a step with noise; a study runs, measures and
+    # calibrates whole trainings.
+    assert couplers <= {"train", "plan", "inputs", "streams", "benchmark", "audit", "study"}
 
 
 def test_only_models_and_what_sees_their_layers_import_flax() -> None:

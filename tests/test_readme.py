@@ -9,6 +9,9 @@ import pytest
 
 from experiments.bench_engines import BenchConfig
 from experiments.check_norms import CheckConfig
+from experiments.norm_gap import NormGapConfig
+from experiments.pretrain import PretrainConfig
+from experiments.study import StudyConfig
 from wtdp_jax.clipping import Engine
 from wtdp_jax.clipping.factors import Clipping
 from wtdp_jax.config import TrainConfig
@@ -43,7 +46,7 @@ def test_each_of_the_two_commands_stands_once_and_installs_first(end: str) -> No
 def test_flags_exist() -> None:
     fields = [
         field.name
-        for config in (TrainConfig, CheckConfig, BenchConfig)
+        for config in (TrainConfig, CheckConfig, BenchConfig, StudyConfig, PretrainConfig, NormGapConfig)
         for field in dataclasses.fields(config)
     ]
     known = {name.replace("_", "-") for name in fields} | {"help", "check"}

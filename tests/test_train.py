@@ -84,7 +84,8 @@ def test_leaves_a_complete_folder(whole: train.Outcome):
     folder = whole.folder
     names = {path.name for path in folder.path.iterdir() if not path.name.startswith(".")}
     assert names == {
-        "config.json", "metrics.jsonl", "results.json", "privacy.json", "checkpoints", "model", "curves.png"
+        "config.json", "metrics.jsonl", "results.json", "privacy.json", "predictions.json", "checkpoints",
+        "model", "curves.png",
     }  # fmt: skip
     results = read_json(folder.results)
     rows = read_metrics(folder.metrics)
@@ -131,6 +132,7 @@ def test_unnoised_figures_say_so(whole: train.Outcome):
         "non_private_loss",
         "non_private_mean_norm",
         "non_private_clipped_fraction",
+        "non_private_clipped_sum_norm",
         "non_private_not_finite",
         "non_private_examples",
         "non_private_physical_batches",
@@ -171,6 +173,42 @@ def test_a_step_is_the_mechanism(tmp_path: Path):
         total = jax.tree.map(lambda t, g, f=factor: t + f * g, total, gradient)
     _assert_close(outcome.params, _after_one_step(trained, total), frozen)
     assert read_metrics(outcome.folder.metrics)[1]["non_private_examples"] == len(rows)
+
+
+def test_the_clipped_sums_norm_is_logged(tmp_path: Path):
+    """Each example's gradient is longer than so small a C, and so the sum of one example is as long as C."""
+    plan = make_plan(_config(Path("unused"), l2_clip_norm=1e-3, batch_size=1), tiny.inputs())
+    outcome = _run(tmp_path / "run", plan=plan, l2_clip_norm=1e-3, batch_size=1, seed=3)
+    rows = read_metrics(outcome.folder.metrics)[1:]
+    (one, *_) = [row for row in rows if row["non_private_examples"] == 1]
+    assert one["non_private_clipped_sum_norm"] == pytest.approx(1e-3, rel=1e-3)
+    assert all(row["non_private_clipped_sum_norm"] == 0 for row in rows if not row["non_private_examples"])
+
+
+def test_noise_is_doubled_where_asked_by_independent_draws():
+    plan = make_plan(_config(Path("unused"), double_noise="^wte/"), tiny.inputs())
+    trained, _ = partition(tiny.inputs().params, plan.trainable)
+    zero = jax.tree.map(jnp.zeros_like, trained)
+
+    def updates(plan: Plan):
+        optimizer = plan.optimizer(key_from_seed(_SEED, "noise"))
+        return optimizer.update(zero, optimizer.init(trained), trained)[0]
+
+    once, twice = updates(_plan("dp")), updates(plan)
+    more = jax.tree.map(lambda a, b: np.asarray(b - a), once, twice)
+    assert np.all(more["h"]["c_fc"]["kernel"] == 0) and np.all(more["ln_f"]["scale"] == 0)
+    first, second = np.ravel(once["wte"]["embedding"]), np.ravel(more["wte"]["embedding"])
+    assert np.std(second) == pytest.approx(np.std(first), rel=0.4)
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.5
+    with pytest.raises(ValueError, match=r"double_noise must match at least one of .*, got 'lm_head'"):
+        make_plan(_config(Path("unused"), double_noise="lm_head"), tiny.inputs())
+
+
+def test_predictions_are_those_of_the_trained_model(whole: train.Outcome):
+    predictions = read_json(whole.folder.predictions)
+    assert predictions["labels"] == tiny.inputs().eval_data.arrays["labels"].tolist()
+    assert predictions["right"] == whole.plan.evaluate(whole.params).right.astype(int).tolist()
+    assert np.mean(predictions["right"]) == pytest.approx(whole.results.accuracy)
 
 
 def test_an_empty_draw_is_a_step_of_noise_alone(tmp_path: Path):

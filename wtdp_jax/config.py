@@ -52,6 +52,10 @@ class TrainConfig:
     max_length: int | None = None
     """Longest sequence in tokens; None: the smaller of what the task needs and the model's n_positions."""
 
+    held_out_fraction: float = 0.0
+    """Share of the training rows, in [0, 1), that is evaluated on in place of the dev rows, and not trained
+    on; to choose settings by."""
+
     loss: Literal["next_token", "label_words", "lm"] = "next_token"
     """Cross-entropy of the label word over the vocabulary, over the label words; or of the whole sequence."""
 
@@ -87,6 +91,10 @@ class TrainConfig:
 
     noise_multiplier: float | None = None
     """Noise standard deviation on the sum over l2_clip_norm, in place of a target epsilon."""
+
+    double_noise: str | None = None
+    """Regular expression searched in each trained parameter's path: where it is found, noise is added twice,
+    in independent draws. For study; the guarantee is stated without the second."""
 
     l2_clip_norm: float = 1.0
     """Clipping threshold C: the largest L2 norm one example may add to the sum."""
@@ -141,7 +149,7 @@ class TrainConfig:
         for name in _POSITIVE_NUMBERS:
             value = getattr(self, name)
             _require(value is None or 0.0 < value < math.inf, name, value, "positive and finite")
-        for name in ("dropout", "momentum"):
+        for name in ("dropout", "momentum", "held_out_fraction"):
             _require(0.0 <= getattr(self, name) < 1.0, name, getattr(self, name), "in [0, 1)")
         _require(self.delta is None or 0.0 < self.delta < 1.0, "delta", self.delta, "in (0, 1)")
         _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "at least 0")
@@ -161,20 +169,19 @@ class TrainConfig:
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise ValueError(f"give {one} or {other}, not both")
         if self.regime == "nonprivate":
-            for name in ("epsilon", "delta", "noise_multiplier"):
+            for name in ("epsilon", "delta", "noise_multiplier", "double_noise"):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name} has no meaning with regime nonprivate, got {getattr(self, name)}"
                     )
         if self.optimizer != "sgd" and self.momentum:
             raise ValueError(f"momentum needs optimizer sgd, got {self.momentum} with {self.optimizer}")
-        if self.trainable is not None:
+        for name in ("trainable", "double_noise"):
+            pattern = getattr(self, name)
             try:
-                re.compile(self.trainable)
+                re.compile(pattern or "")
             except re.error as error:
-                raise ValueError(
-                    f"trainable must be a regular expression, got {self.trainable!r}: {error}"
-                ) from None
+                raise ValueError(f"{name} must be a regular expression, got {pattern!r}: {error}") from None
 
     @property
     def target_epsilon(self) -> float:

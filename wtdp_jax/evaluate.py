@@ -23,10 +23,12 @@ class Evaluation:
     Attributes:
       loss: mean per-example loss, in nats.
       accuracy: share of examples whose own label word has the largest logit of all label words, in [0, 1].
+      right: whether each example's own label word has.
     """
 
     loss: float
     accuracy: float
+    right: Bool[np.ndarray, " B"] = dataclasses.field(repr=False, compare=False)
 
 
 class Evaluator:
@@ -69,12 +71,20 @@ class Evaluator:
             for batch, is_padding in padded_batches(self._data, self._batch_size)
         ]
         size = len(self._data["labels"])
-        # Sums in float64 on the host: a mean over many examples keeps its digits.
-        loss, right = (
-            sum(float(np.sum(np.asarray(v), dtype=np.float64)) for v in column)
-            for column in zip(*values, strict=True)
+        losses, right = (
+            np.concatenate([np.asarray(v) for v in column])[:size] for column in zip(*values, strict=True)
         )
-        return Evaluation(loss=loss / size, accuracy=right / size)
+        # Sums in float64 on the host: a mean over many examples keeps its digits.
+        return Evaluation(
+            loss=float(np.sum(losses, dtype=np.float64)) / size,
+            accuracy=int(np.sum(right)) / size,
+            right=right,
+        )
+
+    @property
+    def labels(self) -> Int[np.ndarray, " B"]:
+        """The index of each example's label."""
+        return np.asarray(self._data["labels"])
 
 
 def predicted_labels(logits: Float[Array, "P V"], label_ids: tuple[int, ...]) -> Int[Array, " P"]:

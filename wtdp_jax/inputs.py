@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from wtdp_jax import embedded
 from wtdp_jax.config import TrainConfig
-from wtdp_jax.data import Encoded, Task, encode, load_split, load_task, load_tokenizer
+from wtdp_jax.data import Encoded, Rows, Task, encode, hold_out, load_split, load_task, load_tokenizer
 from wtdp_jax.models import GPT2, Decoder, GPT2Config, from_pretrained
 
 Params = Any
@@ -25,7 +25,7 @@ class Inputs:
       params: its parameters at the start.
       tokenizer: goes into the exported model's folder.
       train_data: the private rows.
-      eval_data: the rows to evaluate on, taken to be public.
+      eval_data: the rows to evaluate on, taken to be public unless they were held out of the private ones.
     """
 
     model: Decoder
@@ -54,7 +54,7 @@ def load(config: TrainConfig) -> Inputs:
       ValueError: in one line, if something is missing, malformed, or does not fit together.
     """
     task = load_task(config.task).with_overrides(prompt=config.prompt, label_words=config.label_words)
-    rows = {split: load_split(task, split, config.data_dir) for split in ("train", "dev")}
+    rows = _load_rows(config, task)
     model, params, tokenizer = _load_model(config, task)
     how = dataclasses.replace(model.config, dropout=config.dropout, remat=config.remat, dtype=config.dtype)
     model = type(model)(how)
@@ -64,12 +64,20 @@ def load(config: TrainConfig) -> Inputs:
             f"max_length must be at most the model's n_positions ({limit}), got {config.max_length}"
         )
     train_data, eval_data = (
-        encode(rows[split], task, tokenizer, max_length=config.max_length or limit, objective=config.loss)
-        for split in ("train", "dev")
+        encode(part, task, tokenizer, max_length=config.max_length or limit, objective=config.loss)
+        for part in rows
     )
     for data in (train_data, eval_data):
         _check_vocabulary(data, model)
     return Inputs(model=model, params=params, tokenizer=tokenizer, train_data=train_data, eval_data=eval_data)
+
+
+def _load_rows(config: TrainConfig, task: Task) -> tuple[Rows, Rows]:
+    """The rows to train on, and those to evaluate on: where some are held out, dev is not even read."""
+    train = load_split(task, "train", config.data_dir)
+    if config.held_out_fraction:
+        return hold_out(train, config.held_out_fraction)
+    return train, load_split(task, "dev", config.data_dir)
 
 
 def _load_model(config: TrainConfig, task: Task) -> tuple[Decoder, Params, PreTrainedTokenizerBase]:
@@ -79,10 +87,13 @@ def _load_model(config: TrainConfig, task: Task) -> tuple[Decoder, Params, PreTr
     if task.generate is None:
         raise ValueError(f"model must be a folder or a hub name with task {task.name!r}, got none")
     tokenizer = embedded.tokenizer()
-    model = GPT2(GPT2Config.preset("tiny", vocab_size=len(tokenizer), tie_embeddings=config.tie_embeddings))
+    tied = GPT2(GPT2Config.preset("tiny", vocab_size=len(tokenizer), tie_embeddings=True))
     # The same start every time: it is public, and a resumed run is compared with it.
-    params = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
-    return model, params, tokenizer
+    params = jax.jit(tied.init)(jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
+    if config.tie_embeddings:
+        return tied, params, tokenizer
+    untied = GPT2(dataclasses.replace(tied.config, tie_embeddings=False))
+    return untied, {**params, "lm_head": {"kernel": params["wte"]["embedding"].T}}, tokenizer
 
 
 def _check_vocabulary(data: Encoded, model: Decoder) -> None:

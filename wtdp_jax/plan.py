@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array
 
@@ -21,7 +22,8 @@ from wtdp_jax.noise import add_gaussian_noise, divide_by
 from wtdp_jax.optimizers import make_optimizer
 from wtdp_jax.privacy import PrivacyStatement, default_delta
 from wtdp_jax.sampling import PoissonSampler, ShuffledBatches
-from wtdp_jax.step import Step, make_step, plain_grad
+from wtdp_jax.step import GradFn, Step, make_step, plain_grad
+from wtdp_jax.trees import leaf_paths, map_with_path
 
 Status = Literal["running", "stopped", "complete"]
 
@@ -43,6 +45,7 @@ class Plan:
       trainable: says of a leaf's path whether it is trained; None trains all.
       statement: the guarantee of the whole run; None for a non-private one.
       optimizer: `noise_key -> optimizer` of a step's sum: noise, division by the expected size, adam or sgd.
+      grad_fn: `(params, batch, is_padding) -> (sum of gradients, PerExample)`, clipped in a private run.
       step: the compiled functions of a step.
       evaluate: `params -> Evaluation`, compiled.
       choice: what engine "auto" stands for; None where one was named.
@@ -54,6 +57,7 @@ class Plan:
     trainable: Callable[[str], bool] | None
     statement: PrivacyStatement | None
     optimizer: Callable[[Any], optax.GradientTransformation]
+    grad_fn: GradFn
     step: Step
     evaluate: Evaluator
     choice: Choice | None
@@ -125,7 +129,8 @@ def make_plan(config: TrainConfig, inputs: Inputs) -> Plan:
     mean_optimizer = optax.chain(divide_by(config.batch_size), make_optimizer(config, num_steps))
     loss_fn = _loss(config, inputs)
     trainable = None if config.trainable is None else _Matches(config.trainable)
-    partition(inputs.params, trainable)
+    trained, _ = partition(inputs.params, trainable)
+    _check_double_noise(config.double_noise, trained)
     statement, choice, grad_fn = None, None, plain_grad(loss_fn, trainable)
     if config.regime == "dp":
         grad_fn, choice = _clipped_grad(config, inputs, loss_fn, trainable)
@@ -134,7 +139,8 @@ def make_plan(config: TrainConfig, inputs: Inputs) -> Plan:
     def optimizer(noise_key: Any) -> optax.GradientTransformation:
         if statement is None:
             return mean_optimizer
-        return optax.chain(add_gaussian_noise(statement.noise_stddev, noise_key), mean_optimizer)
+        noises = _noises(statement.noise_stddev, noise_key, config.double_noise)
+        return optax.chain(*noises, mean_optimizer)
 
     return Plan(
         config=config,
@@ -143,6 +149,7 @@ def make_plan(config: TrainConfig, inputs: Inputs) -> Plan:
         trainable=trainable,
         statement=statement,
         optimizer=optimizer,
+        grad_fn=grad_fn,
         step=make_step(grad_fn, optimizer, config.l2_clip_norm),
         evaluate=Evaluator(
             inputs.model,
@@ -163,6 +170,26 @@ class _Matches:
 
     def __call__(self, path: str) -> bool:
         return re.search(self.pattern, path) is not None
+
+
+# Folded into the noise key for the second draw; the first folds in step numbers, which never get there.
+_SECOND_DRAW = np.uint32(2**32 - 1)
+
+
+def _noises(stddev: float, key: Any, double_noise: str | None) -> tuple[optax.GradientTransformation, ...]:
+    """The noise, and where a path matches a second draw of it."""
+    noise = add_gaussian_noise(stddev, key)
+    if double_noise is None:
+        return (noise,)
+    is_doubled = _Matches(double_noise)
+    again = add_gaussian_noise(stddev, jax.random.fold_in(key, _SECOND_DRAW))
+    return noise, optax.masked(again, lambda tree: map_with_path(lambda path, _: is_doubled(path), tree))
+
+
+def _check_double_noise(pattern: str | None, trained: Any) -> None:
+    paths = list(leaf_paths(trained))
+    if pattern is not None and not any(map(_Matches(pattern), paths)):
+        raise ValueError(f"double_noise must match at least one of {paths}, got {pattern!r}")
 
 
 def _loss(config: TrainConfig, inputs: Inputs) -> Callable[[Any, Any], Array]:

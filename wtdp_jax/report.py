@@ -42,6 +42,7 @@ class Results:
       examples_per_second: steps a second times the expected batch size.
       peak_memory_bytes: largest memory in use.
       peak_memory_of: "device" where the device reports it, else "process", the resident memory.
+      num_trained_parameters: numbers that are trained, and noised in a private run.
       num_train_examples: training examples.
       num_eval_examples: evaluation examples.
       num_train_cut: training texts that were cut to the maximum length.
@@ -63,6 +64,7 @@ class Results:
     examples_per_second: float | None
     peak_memory_bytes: int
     peak_memory_of: Literal["device", "process"]
+    num_trained_parameters: int
     num_train_examples: int
     num_eval_examples: int
     num_train_cut: int

@@ -55,6 +55,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def predictions(self) -> Path:
+        """For each evaluation example its label, and whether the trained model gets it right."""
+        return self.path / "predictions.json"
+
+    @property
     def curves(self) -> Path:
         """Training curves."""
         return self.path / "curves.png"

@@ -48,6 +48,18 @@ class Sums(NamedTuple):
     statistics: Statistics
 
 
+class Checks(NamedTuple):
+    """What an update says of itself.
+
+    Attributes:
+      is_finite: whether all parameters are, after it.
+      sum_norm: L2 norm of the sum that the update was made of, before noise; not private.
+    """
+
+    is_finite: Bool[Array, ""]
+    sum_norm: Float[Array, ""]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
     """The compiled functions of a step; each compiles once, as long as physical batches have one shape.
@@ -55,13 +67,13 @@ class Step:
     Attributes:
       start: `(trained, frozen, batch, is_padding) -> sums`, all zero.
       accumulate: `(sums, trained, frozen, batch, is_padding) -> sums`; the old sums' memory is reused.
-      update: `(trained, opt_state, gradient, noise_key) -> (trained, opt_state, is_finite)`; likewise for the
+      update: `(trained, opt_state, gradient, noise_key) -> (trained, opt_state, checks)`; likewise for the
         first two. The key is an argument, and so no constant of the program, which may be cached on disk.
     """
 
     start: Callable[..., Sums]
     accumulate: Callable[..., Sums]
-    update: Callable[..., tuple[Params, optax.OptState, Bool[Array, ""]]]
+    update: Callable[..., tuple[Params, optax.OptState, Checks]]
 
 
 def make_step(
@@ -90,11 +102,12 @@ def make_step(
 
     def update(
         trained: Params, opt_state: optax.OptState, gradient: Params, noise_key: Any
-    ) -> tuple[Params, optax.OptState, Bool[Array, ""]]:
+    ) -> tuple[Params, optax.OptState, Checks]:
+        sum_norm = optax.tree.norm(gradient)
         updates, opt_state = make_optimizer(noise_key).update(gradient, opt_state, trained)
         trained = optax.apply_updates(trained, updates)
         is_finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(trained)]))
-        return trained, opt_state, is_finite
+        return trained, opt_state, Checks(is_finite, sum_norm)
 
     return Step(
         # The zeros depend on no argument, but must be bound to the arguments' device, as later sums are.
@@ -104,12 +117,15 @@ def make_step(
     )
 
 
-def measurements(statistics: Statistics, *, has_norms: bool) -> dict[str, float | int | None]:
+def measurements(
+    statistics: Statistics, sum_norm: float, *, has_norms: bool
+) -> dict[str, float | int | None]:
     """Returns a step's means for the log, None where no example was drawn; all un-noised, and named so.
 
     Args:
       statistics: the step's sums, on the host.
-      has_norms: whether norms were computed.
+      sum_norm: L2 norm of the sum of clipped gradients.
+      has_norms: whether norms were computed, and gradients clipped.
     """
     finite = int(statistics.examples) - int(statistics.not_finite)
 
@@ -119,6 +135,7 @@ def measurements(statistics: Statistics, *, has_norms: bool) -> dict[str, float 
     norms = {
         "non_private_mean_norm": mean(statistics.norm),
         "non_private_clipped_fraction": mean(statistics.clipped),
+        "non_private_clipped_sum_norm": sum_norm,
     }
     return {
         "non_private_loss": mean(statistics.loss),

@@ -27,6 +27,7 @@ from wtdp_jax import report
 from wtdp_jax.checkpoint import Checkpoints, TrainState
 from wtdp_jax.clipping import merge, partition
 from wtdp_jax.config import TrainConfig
+from wtdp_jax.evaluate import Evaluation
 from wtdp_jax.inputs import Inputs, load
 from wtdp_jax.metrics import MetricsLog, read_metrics
 from wtdp_jax.models import save_pretrained
@@ -95,7 +96,7 @@ def run(config: TrainConfig, inputs: Inputs, plan: Plan | None = None) -> Outcom
             steps = _Run(config, inputs, plan, folder, checkpoints)
             if not folder.results.exists():
                 steps.take_all()
-                _finish(config, inputs, plan, folder, steps.params)
+                _finish(config, inputs, plan, folder, steps)
         results = report.Results(**read_json(folder.results))
     return Outcome(results=results, params=steps.params, plan=plan, folder=folder)
 
@@ -119,6 +120,7 @@ class _Run:
         if not self.is_new:
             self.state = checkpoints.restore(like=self.state)
         self.sampler = plan.sampler(self.state.streams.entropy)
+        self._evaluation: Evaluation | None = None
 
     def take_all(self) -> None:
         """Takes the steps that are left."""
@@ -138,6 +140,11 @@ class _Run:
         """All parameters, trained and frozen."""
         return merge(self.state.trained, self.frozen)
 
+    @property
+    def evaluation(self) -> Evaluation:
+        """The evaluation of the parameters as they are after the last step."""
+        return self.plan.evaluate(self.params) if self._evaluation is None else self._evaluation
+
     def _take_step(self) -> Row:
         """Takes one logical step, and returns what it measured."""
         started = time.perf_counter()
@@ -146,16 +153,16 @@ class _Run:
         if self.plan.statement is None and statistics.not_finite:
             raise FloatingPointError(f"the loss is not finite in step {self.done + 1}")
         state = self.state
-        trained, opt_state, is_finite = self.plan.step.update(
+        trained, opt_state, checks = self.plan.step.update(
             state.trained, state.opt_state, sums.gradient, state.streams.noise_key
         )
         self.state = dataclasses.replace(state, trained=trained, opt_state=opt_state)
         self.done += 1
-        if not is_finite:
+        if not checks.is_finite:
             raise FloatingPointError(f"the parameters are not finite after step {self.done}")
         return {
             "seconds": time.perf_counter() - started,
-            **measurements(statistics, has_norms=self.plan.statement is not None),
+            **measurements(statistics, float(checks.sum_norm), has_norms=self.plan.statement is not None),
             "non_private_physical_batches": num_batches,
         }
 
@@ -183,7 +190,7 @@ class _Run:
         """Logs a step, and evaluates and saves where due; the log is on the disk before the checkpoint."""
         is_last = self.done == self.plan.num_steps
         if is_last or self.done % self.config.evaluate_every == 0:
-            evaluation = self.plan.evaluate(self.params)
+            self._evaluation = evaluation = self.plan.evaluate(self.params)
             row = {**row, "eval_loss": evaluation.loss, "eval_accuracy": evaluation.accuracy}
             if self.plan.statement is not None:
                 spent = dataclasses.replace(self.plan.statement, steps=self.done)
@@ -215,10 +222,12 @@ def _initial_state(seed: int | None, params: Params, plan: Plan) -> tuple[TrainS
     return jax.device_put((state, frozen), jax.local_devices()[0], may_alias=False)
 
 
-def _finish(config: TrainConfig, inputs: Inputs, plan: Plan, folder: RunFolder, params: Params) -> None:
+def _finish(config: TrainConfig, inputs: Inputs, plan: Plan, folder: RunFolder, steps: _Run) -> None:
     """Writes what a whole run leaves; results.json comes last, and says that all is there."""
     rows = read_metrics(folder.metrics)
-    save_pretrained(folder.model, inputs.model, params, inputs.tokenizer)
+    save_pretrained(folder.model, inputs.model, steps.params, inputs.tokenizer)
+    labels, right = plan.evaluate.labels, steps.evaluation.right
+    write_json(folder.predictions, {"labels": labels.tolist(), "right": right.astype(int).tolist()})
     report.plot_curves(folder.curves, rows)
     guarantee = plan.guarantee("complete", plan.num_steps)
     write_json(folder.privacy, guarantee)
@@ -231,6 +240,7 @@ def _finish(config: TrainConfig, inputs: Inputs, plan: Plan, folder: RunFolder, 
         **report.speed(rows, config.batch_size),
         peak_memory_bytes=memory,
         peak_memory_of=owner,
+        num_trained_parameters=sum(leaf.size for leaf in jax.tree.leaves(steps.state.trained)),
         num_train_examples=len(inputs.train_data),
         num_eval_examples=len(inputs.eval_data),
         num_train_cut=inputs.train_data.num_cut,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from wtdp_jax.data import TASK_NAMES, HubSource, Rows, Task, load_task
+from wtdp_jax.data import TASK_NAMES, HubSource, Rows, Task, held_out_size, hold_out, load_task
 
 TASK = Task(name="own", prompt="{title}: {body} Overall:", label_words={"neg": " bad", "pos": " good"})
 
@@ -120,3 +120,20 @@ def test_bad_json_file_is_refused_by_name(tmp_path, content, message):
 def test_missing_json_file():
     with pytest.raises(ValueError, match=r"nowhere\.json: cannot be read \(No such file"):
         load_task("nowhere.json")
+
+
+def test_rows_are_held_out_once_and_always_the_same():
+    rows = Rows(texts={"a": [f"text {i}" for i in range(20)]}, labels=[i % 2 for i in range(20)])
+    kept, held_out = hold_out(rows, 0.26)
+    assert (len(kept), len(held_out)) == (15, 5) and held_out_size(20, 0.26) == 5
+    texts = [*kept.texts["a"], *held_out.texts["a"]]
+    assert sorted(texts) == sorted(rows.texts["a"])
+    assert all(
+        int(text[5:]) % 2 == label
+        for part in (kept, held_out)
+        for text, label in zip(part.texts["a"], part.labels, strict=True)
+    )
+    assert hold_out(rows, 0.26) == (kept, held_out)
+    assert [held_out_size(20, fraction) for fraction in (1e-9, 1 - 1e-9)] == [1, 19]
+    with pytest.raises(ValueError, match="rows must be at least two to hold some out, got 1"):
+        hold_out(Rows(texts={"a": ["x"]}, labels=[0]), 0.5)

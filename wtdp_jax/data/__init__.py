@@ -9,7 +9,7 @@
 from wtdp_jax.data.encoding import Encoded, Objective, encode, encode_text, label_token_ids
 from wtdp_jax.data.known_tasks import TASK_NAMES, load_task
 from wtdp_jax.data.sources import load_split
-from wtdp_jax.data.tasks import HubSource, Rows, Split, Task
+from wtdp_jax.data.tasks import HubSource, Rows, Split, Task, held_out_size, hold_out
 from wtdp_jax.data.tokenizer import load_tokenizer
 
 __all__ = [
@@ -22,6 +22,8 @@ __all__ = [
     "Task",
     "encode",
     "encode_text",
+    "held_out_size",
+    "hold_out",
     "label_token_ids",
     "load_split",
     "load_task",

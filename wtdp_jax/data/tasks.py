@@ -9,6 +9,8 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
+
 Split = Literal["train", "dev"]
 
 
@@ -36,6 +38,33 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def take(self, indices: Sequence[int]) -> "Rows":
+        """Returns the rows of given numbers, in their order."""
+        texts = {column: [values[i] for i in indices] for column, values in self.texts.items()}
+        return Rows(texts=texts, labels=[self.labels[i] for i in indices])
+
+
+def hold_out(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
+    """Splits rows into those that stay and those held out, always the same ones.
+
+    Args:
+      rows: at least two.
+      fraction: the share to hold out, in (0, 1); at least one row, and not all.
+
+    Raises:
+      ValueError: if there is only one row.
+    """
+    if len(rows) < 2:
+        raise ValueError(f"rows must be at least two to hold some out, got {len(rows)}")
+    size = held_out_size(len(rows), fraction)
+    order = np.random.default_rng(0).permutation(len(rows))
+    return rows.take(sorted(order[size:].tolist())), rows.take(sorted(order[:size].tolist()))
+
+
+def held_out_size(num_rows: int, fraction: float) -> int:
+    """Returns how many rows `hold_out` holds out: the fraction, rounded, but at least one and not all."""
+    return min(max(1, round(fraction * num_rows)), num_rows - 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

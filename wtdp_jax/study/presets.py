@@ -1,0 +1,99 @@
+"""Named grids, from two minutes on two cores to the paper's models and tasks."""
+
+from wtdp_jax.study.arms import (
+    TIED_CLIPPED,
+    TIED_DOUBLE_NOISE,
+    TIED_EXACT,
+    TIED_MATERIALIZE,
+    TIED_NAIVE,
+    TIED_NAIVE_EXACT_CHOICE,
+    TIED_NONPRIVATE,
+    TIED_STANDARD,
+    UNTIED_CLIPPED,
+    UNTIED_EXACT,
+    UNTIED_FROZEN_EMBEDDING,
+    UNTIED_FROZEN_HEAD,
+    UNTIED_NONPRIVATE,
+    UNTIED_STANDARD,
+    UNTIED_TIED_CHOICE,
+)
+from wtdp_jax.study.grid import EMBEDDED, Grid
+
+_MAIN_ARMS = (
+    TIED_NONPRIVATE,
+    UNTIED_NONPRIVATE,
+    TIED_EXACT,
+    UNTIED_EXACT,
+    TIED_NAIVE,
+    TIED_STANDARD,
+    UNTIED_STANDARD,
+    TIED_MATERIALIZE,
+)
+_SEPARATING_ARMS = (
+    TIED_NAIVE_EXACT_CHOICE,
+    TIED_DOUBLE_NOISE,
+    UNTIED_FROZEN_HEAD,
+    UNTIED_FROZEN_EMBEDDING,
+    UNTIED_TIED_CHOICE,
+)
+_NOISELESS_ARMS = (TIED_CLIPPED, UNTIED_CLIPPED)
+
+PRESETS: dict[str, Grid] = {
+    "smoke": Grid(
+        models=(EMBEDDED,),
+        tasks=("reviews",),
+        arms=(*_MAIN_ARMS, TIED_DOUBLE_NOISE),
+        seeds=1,
+        learning_rates=(3e-3, 3e-2),
+        clip_norms=(1.0,),
+        batch_size=128,
+        nonprivate_batch_size=32,
+        steps=6,
+        selection_share=0.5,
+        short_steps=6,
+        engine="bookkeeping",
+        measured=("standard", "bookkeeping"),
+        repeats=3,
+        keep_models=True,
+        isolate=False,
+        quick_compilation=True,
+    ),
+    "laptop": Grid(
+        models=("small=runs/pretrain/model",),
+        tasks=("sst2",),
+        arms=(*_MAIN_ARMS, *_SEPARATING_ARMS),
+        learning_rates=(3e-4, 1e-3, 3e-3, 1e-2),
+        batch_size=512,
+        steps=60,
+        max_length=48,
+        engine="bookkeeping",
+        keep_models=True,
+    ),
+    "colab": Grid(
+        models=("distilgpt2",),
+        tasks=("sst2",),
+        losses=("next_token",),
+        arms=(*_MAIN_ARMS, *_SEPARATING_ARMS),
+        seeds=2,
+        learning_rates=(1e-4, 3e-4, 1e-3, 3e-3),
+        batch_size=1024,
+        epochs=1.0,
+        max_length=64,
+        remat=True,
+    ),
+    "paper": Grid(
+        models=("gpt2", "distilgpt2"),
+        tasks=("sst2", "qnli", "qqp"),
+        losses=("next_token",),
+        arms=(*_MAIN_ARMS, *_SEPARATING_ARMS, *_NOISELESS_ARMS),
+        epsilons=(1.0, 3.0, 8.0),
+        seeds=5,
+        learning_rates=(3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
+        batch_size=1024,
+        epochs=3.0,
+        max_length=128,
+        standard_engine="microbatched",
+        remat=True,
+    ),
+}
+"""Named grids."""

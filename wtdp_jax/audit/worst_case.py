@@ -4,7 +4,7 @@ At random parameters the cross-term of the tied norm is near 0, and a norm witho
 guarantee must hold at all parameters, those that training or an adversary may reach too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ def ascend(ratio: Callable[[Params], Array], params: Params, *, steps: int, lear
     return jax.lax.scan(step, (params, optimizer.init(params)), None, length=steps)[0][0]
 
 
-def _leaf(params: Mapping, path: tuple[str, ...]) -> Array:
+def _leaf(params: Params, path: tuple[str, ...]) -> Array:
     for name in path:
         params = params[name]
     return params

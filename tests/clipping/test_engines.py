@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import flax
@@ -67,11 +68,19 @@ def _setting(family: str, tie: bool, loss: str) -> tuple[Any, ...]:
     return loss_fn, params, batch, is_padding, gradients
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", pytest.param("automatic", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("loss", ["next_token", pytest.param("lm", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
+def _exact_cases() -> Iterator[Any]:
+    """All; of the second family's the default run has only those that meet other rules than the first's."""
+    clippings, losses = ("flat", "per_layer", "automatic"), ("next_token", "lm")
+    for family, tie, loss, clipping, engine in itertools.product(
+        FAMILIES, (True, False), losses, clippings, ENGINES
+    ):
+        is_slow = clipping == "automatic" or loss == "lm"
+        is_more = family != "gpt2" and (is_slow or engine not in GHOSTLY)
+        marks = [pytest.mark.slow] * is_slow + [pytest.mark.exhaustive] * is_more
+        yield pytest.param(family, tie, loss, clipping, engine, marks=marks)
+
+
+@pytest.mark.parametrize(("family", "tie", "loss", "clipping", "engine"), _exact_cases())
 def test_exact_in_float64(
     float64: None, family: str, tie: bool, loss: str, clipping: Any, engine: Any
 ) -> None:
@@ -92,7 +101,7 @@ def test_exact_in_float64(
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("tied_norm", ["cross_term", pytest.param("materialize", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("remat", [False, pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.exhaustive)])
 def test_long_sequences(
     float64: None,
     monkeypatch: pytest.MonkeyPatch,

@@ -80,7 +80,7 @@ def _exact_cases() -> Iterator[Any]:
         yield pytest.param(family, tie, loss, clipping, engine, marks=marks)
 
 
-@pytest.mark.parametrize(("family", "tie", "loss", "clipping", "engine"), _exact_cases())
+@pytest.mark.parametrize(("family", "tie", "loss", "clipping", "engine"), list(_exact_cases()))
 def test_exact_in_float64(
     float64: None, family: str, tie: bool, loss: str, clipping: Any, engine: Any
 ) -> None:

@@ -61,8 +61,9 @@ def test_the_carrier_sums_a_batch(float64: None, tile: int) -> None:
 
     def carried(matrix: Any) -> Any:
         log_normalizers = jax.nn.logsumexp(hidden @ matrix.T, -1)
-        one = jax.vmap(gradient_carrier, in_axes=(0, None, 0, 0, 0))
-        return factors @ one(hidden, matrix, targets, weights, jax.lax.stop_gradient(log_normalizers))
+        one = jax.vmap(gradient_carrier, in_axes=(None, 0, None, 0, 0, 0))
+        constants = jax.lax.stop_gradient((hidden, matrix, targets, weights, log_normalizers))
+        return factors @ one(matrix, *constants)
 
     def plain(matrix: Any) -> Any:
         return factors @ jax.vmap(_loss, in_axes=(0, None, 0, 0))(hidden, matrix, targets, weights)

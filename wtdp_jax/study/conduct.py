@@ -86,9 +86,10 @@ class Study:
             if not run.config.exists() or (cell.purpose == "final" and choice is None):
                 continue
             settled = chosen_cell(cell, choice) if cell.purpose == "final" and choice else cell
-            multiplier = noise.get(self._noise_name(settled, sizes))
-            if multiplier is not None or not settled.arm.has_epsilon:
-                run.check({"settings": self._config(settled, sizes, multiplier).to_json()}, resume=True)
+            # Of noise that is yet to be calibrated, the run's own stands in: the rest is compared.
+            recorded = read_json(run.config)["settings"]["noise_multiplier"]
+            multiplier = noise.get(self._noise_name(settled, sizes), recorded)
+            run.check({"settings": self._config(settled, sizes, multiplier).to_json()}, resume=True)
 
     def _measure(self) -> list[str]:
         """Measures what steps cost, one model after the other, with nothing beside them."""

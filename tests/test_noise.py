@@ -141,10 +141,12 @@ def test_every_shape_is_served(shape: tuple[int, ...]) -> None:
 def test_chunks_are_one_stream_without_repetition() -> None:
     size = noise._CHUNK
     sample = np.asarray(standard_normal(KEY, (2 * size + 7,)))
-    np.testing.assert_array_equal(sample[:size], standard_normal(KEY, (size,)))
+    # Programs of other sizes may be compiled otherwise, and round the same normals an ulp apart.
+    np.testing.assert_allclose(sample[:size], standard_normal(KEY, (size,)), rtol=1e-5, atol=1e-6)
     chunks = [sample[:size], sample[size : 2 * size], sample[2 * size :]]
     assert abs(np.corrcoef(chunks[0], chunks[1])[0, 1]) < 5 / math.sqrt(size)
-    np.testing.assert_array_equal(chunks[1], standard_normal(KEY, (2 * size,))[size:])
+    both = standard_normal(KEY, (2 * size,))
+    np.testing.assert_allclose(chunks[1], both[size:], rtol=1e-5, atol=1e-6)
     assert not np.isin(chunks[2], sample[: 2 * size]).all()
     assert kolmogorov_smirnov(chunks[1]) < 1.95
     # Among 2^20 float32 normals some are equal by chance; a repeated chunk would halve their number.

@@ -4,7 +4,7 @@ Dimension key: P examples of a physical batch.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -74,6 +74,17 @@ class Step:
     start: Callable[..., Sums]
     accumulate: Callable[..., Sums]
     update: Callable[..., tuple[Params, optax.OptState, Checks]]
+
+    def sum_over(self, batches: Sequence[tuple[Any, ...]]) -> Sums:
+        """Adds up the physical batches of one logical batch, at least one.
+
+        Args:
+          batches: the arguments of `start` for each.
+        """
+        sums = self.start(*batches[0])
+        for batch in batches:
+            sums = self.accumulate(sums, *batch)
+        return sums
 
 
 def make_step(

@@ -172,10 +172,7 @@ class _Run:
             (self.state.trained, self.frozen, self._batch(number, indices), is_padding)
             for number, (indices, is_padding) in enumerate(self.sampler.batches(self.done))
         ]
-        sums = self.plan.step.start(*batches[0])
-        for batch in batches:
-            sums = self.plan.step.accumulate(sums, *batch)
-        return sums, len(batches)
+        return self.plan.step.sum_over(batches), len(batches)
 
     def _batch(self, number: int, indices: np.ndarray) -> dict[str, Any]:
         """The rows of this step's physical batch, with one dropout key each if there is dropout."""

@@ -36,9 +36,7 @@ def compilations_in_a_run(steps: int = 50) -> dict[str, int]:
             (trained, frozen, {name: leaf[rows] for name, leaf in data.items()}, is_padding)
             for rows, is_padding in sampler.batches(number)
         ]
-        sums = step.start(*batches[0])
-        for batch in batches:
-            sums = step.accumulate(sums, *batch)
+        sums = step.sum_over(batches)
         trained, opt_state, _ = step.update(trained, opt_state, sums.gradient, key)
     counts: Any = {"accumulate": step.accumulate, "update": step.update}
     return {"steps": steps, **{name: function._cache_size() for name, function in counts.items()}}

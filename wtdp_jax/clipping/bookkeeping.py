@@ -63,8 +63,7 @@ def _one_pass(job: Job, coverage: Coverage) -> Outcome:
         for index, layer in enumerate(coverage.layers)
     ]
     if at_once:
-        fine = jnp.any(clipped.counts) & jnp.all(clipped.counts | job.is_padding)
-        sums = tapped.unless_spoilt(coverage, sums, fine)
+        sums = tapped.unless_spoilt(job, coverage, sums, clipped.counts)
     covered_sum = tapped.by_layer(coverage, sums, like=split.covered)
     return job.outcome(tapped.join(split, covered_sum, uncovered_sum), losses, clipped.norm)
 

@@ -75,8 +75,8 @@ def _two_passes(job: Job, coverage: Coverage) -> Outcome:
     counts = clipped.counts
     if coverage.is_narrow:
         counts &= _agree(clipped, clip(norms_again)[0])
-    fine = jnp.any(counts) & jnp.all(counts | job.is_padding)
-    covered_sum = tapped.by_layer(coverage, tapped.unless_spoilt(coverage, sums, fine), like=split.covered)
+    sums = tapped.unless_spoilt(job, coverage, sums, counts)
+    covered_sum = tapped.by_layer(coverage, sums, like=split.covered)
     norm = jnp.where(counts | job.is_padding, clipped.norm, jnp.inf)
     return job.outcome(tapped.join(split, covered_sum, uncovered_sum), losses, norm)
 

@@ -172,8 +172,9 @@ def wide_leaves(layer: Layer, trained: Params) -> dict[str, Array]:
     return jax.tree.map(lambda leaf: leaf.astype(accumulation_dtype(leaf.dtype)), leaves)
 
 
-def unless_spoilt(coverage: Coverage, sums: list[Any], fine: Array) -> list[Any]:
-    """Each layer's sums of a backward pass; zeros where a row has spoilt them, or none counts."""
+def unless_spoilt(job: Job, coverage: Coverage, sums: list[Any], counts: Array) -> list[Any]:
+    """Each layer's sums of a backward pass; zeros where a row has spoilt them, or none counts (B,)."""
+    fine = jnp.any(counts) & jnp.all(counts | job.is_padding)
     return [
         # An embedding's sum is finite as it is, see `wtdp_jax.taps`, and its table too large to be copied.
         of_layer if layer.kind == "embed" else jax.tree.map(lambda total: jnp.where(fine, total, 0), of_layer)

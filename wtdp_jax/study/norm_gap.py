@@ -141,9 +141,7 @@ def train_and_measure(plan: Plan, inputs: Inputs, gap: NormGap, *, every: int) -
             (trained, frozen, {name: leaf[rows] for name, leaf in inputs.train_data.arrays.items()}, padding)
             for rows, padding in sampler.batches(done)
         ]
-        sums = plan.step.start(*batches[0])
-        for batch in batches:
-            sums = plan.step.accumulate(sums, *batch)
+        sums = plan.step.sum_over(batches)
         trained, opt_state, checks = plan.step.update(trained, opt_state, sums.gradient, streams.noise_key)
         if not checks.is_finite:
             raise FloatingPointError(f"the parameters are not finite after step {done + 1}")

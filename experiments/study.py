@@ -84,6 +84,9 @@ class StudyConfig:
     max_length: int | None = None
     """Longest sequence in tokens."""
 
+    length_multiple: int | None = None
+    """Tokens to whose multiples physical batches are cut, as for finetune.py."""
+
     engine: Engine | None = None
     """How private arms that form no per-example gradient get their norms and sums."""
 

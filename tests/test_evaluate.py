@@ -2,6 +2,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
+from wtdp_jax.batching import Batcher
 from wtdp_jax.evaluate import Evaluator, padded_batches
 
 
@@ -25,7 +26,8 @@ def test_padding_is_counted_nowhere():
         "value": np.array([1.0, 2.0, 3.0, 4.0, 100.0], np.float32),
     }
     for batch_size in (1, 2, 4, 5, 8):
-        evaluate = Evaluator(_Table(), lambda params, batch: batch["value"], (2, 0), data, batch_size)
+        batches = Batcher(arrays=data, physical_batch_size=batch_size, length_multiple=None)
+        evaluate = Evaluator(_Table(), lambda params, batch: batch["value"], (2, 0), batches)
         evaluation = evaluate(params)
         assert evaluation.loss == 110 / 5 and evaluation.accuracy == 3 / 5
         assert evaluate.example_values._cache_size() == 1

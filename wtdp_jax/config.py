@@ -52,6 +52,10 @@ class TrainConfig:
     max_length: int | None = None
     """Longest sequence in tokens; None: the smaller of what the task needs and the model's n_positions."""
 
+    length_multiple: int | None = None
+    """Sort a step's rows by length, and cut each physical batch to the next multiple of this many tokens:
+    faster, at one compilation a length; None: all have the longest row's."""
+
     held_out_fraction: float = 0.0
     """Share of the training rows, in [0, 1), that is evaluated on in place of the dev rows, and not trained
     on; to choose settings by."""
@@ -202,6 +206,7 @@ class TrainConfig:
 
 _POSITIVE_INTEGERS = (
     "max_length",
+    "length_multiple",
     "microbatch_size",
     "steps",
     "batch_size",

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from wtdp_jax.batching import Batcher
+
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -32,15 +34,14 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates parameters on one fixed set, in batches of one shape; compiled once."""
+    """Evaluates parameters on one fixed set, in physical batches; compiled once a shape."""
 
     def __init__(
         self,
         model: nn.Module,
         loss_fn: Callable[[Any, Any], Array],
         label_ids: tuple[int, ...],
-        data: Arrays,
-        batch_size: int,
+        batches: Batcher,
     ) -> None:
         """Sets the evaluation up.
 
@@ -48,11 +49,9 @@ class Evaluator:
           model: called as ``model.apply({"params": params}, ids, positions)`` -> logits (B, V).
           loss_fn: ``(params, batch) -> losses (B,)``.
           label_ids: token ids of the K label words, in the order of the labels.
-          data: arrays (B, ...): "ids", "positions", "labels" and what `loss_fn` reads.
-          batch_size: examples at once, P; the last batch is filled up with padding.
+          batches: of the set's arrays (B, ...): "ids", "positions", "labels" and what `loss_fn` reads.
         """
-        self._data = data
-        self._batch_size = batch_size
+        self._batches = batches
 
         def example_values(
             params: Any, batch: Mapping[str, Array], is_padding: Bool[Array, " P"]
@@ -66,17 +65,15 @@ class Evaluator:
 
     def __call__(self, params: Any) -> Evaluation:
         """Returns the means over the whole set, padding left out."""
-        values = [
-            self.example_values(params, batch, is_padding)
-            for batch, is_padding in padded_batches(self._data, self._batch_size)
-        ]
-        size = len(self._data["labels"])
-        losses, right = (
-            np.concatenate([np.asarray(v) for v in column])[:size] for column in zip(*values, strict=True)
-        )
+        size = len(self.labels)
         # Sums in float64 on the host: a mean over many examples keeps its digits.
+        losses, right = np.zeros(size), np.zeros(size, bool)
+        for indices, batch, is_padding in self._batches(np.arange(size)):
+            of_batch = jax.device_get(self.example_values(params, batch, is_padding))
+            real = indices[~is_padding]
+            losses[real], right[real] = (values[~is_padding] for values in of_batch)
         return Evaluation(
-            loss=float(np.sum(losses, dtype=np.float64)) / size,
+            loss=float(np.sum(losses)) / size,
             accuracy=int(np.sum(right)) / size,
             right=right,
         )
@@ -84,7 +81,7 @@ class Evaluator:
     @property
     def labels(self) -> Int[np.ndarray, " B"]:
         """The index of each example's label."""
-        return np.asarray(self._data["labels"])
+        return np.asarray(self._batches.arrays["labels"])
 
 
 def predicted_labels(logits: Float[Array, "P V"], label_ids: tuple[int, ...]) -> Int[Array, " P"]:

@@ -12,9 +12,11 @@ import optax
 from jaxtyping import Array
 
 from wtdp_jax.accounting import calibrate_noise_multiplier
+from wtdp_jax.batching import Batcher
 from wtdp_jax.clipping import ClippedGrad, clipped_grad, partition
 from wtdp_jax.clipping.auto import Choice
 from wtdp_jax.config import TrainConfig
+from wtdp_jax.data import Encoded
 from wtdp_jax.evaluate import Evaluator
 from wtdp_jax.inputs import Inputs
 from wtdp_jax.losses import label_word_loss, lm_loss, next_token_loss
@@ -82,6 +84,10 @@ class Plan:
             physical_batch_size=physical,
             entropy=entropy,
         )
+
+    def batcher(self, data: Encoded) -> Batcher:
+        """Returns what makes physical batches of a split's rows."""
+        return _batcher(self.config, data)
 
     def to_json(self) -> dict[str, Any]:
         """Returns what the settings left open."""
@@ -155,10 +161,18 @@ def make_plan(config: TrainConfig, inputs: Inputs) -> Plan:
             inputs.model,
             loss_fn,
             tuple(inputs.eval_data.label_ids.tolist()),
-            inputs.eval_data.arrays,
-            config.physical_batch_size,
+            _batcher(config, inputs.eval_data),
         ),
         choice=choice,
+    )
+
+
+def _batcher(config: TrainConfig, data: Encoded) -> Batcher:
+    """What makes physical batches of a split's rows."""
+    return Batcher(
+        arrays=data.arrays,
+        physical_batch_size=config.physical_batch_size,
+        length_multiple=config.length_multiple,
     )
 
 

@@ -60,7 +60,7 @@ class PoissonSampler:
 
     def batches(self, step: int) -> list[PhysicalBatch]:
         """Returns a step's draw as physical batches: as many as it needs, at least one, nothing left out."""
-        return _in_physical_batches(self.draw(step), self.physical_batch_size)
+        return physical_batches(self.draw(step), self.physical_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,19 @@ class ShuffledBatches:
 
     def batches(self, step: int) -> list[PhysicalBatch]:
         """Returns a step's rows as physical batches."""
-        return _in_physical_batches(self.draw(step), self.physical_batch_size)
+        return physical_batches(self.draw(step), self.physical_batch_size)
+
+
+def physical_batches(rows: Int[np.ndarray, " k"], physical_batch_size: int) -> list[PhysicalBatch]:
+    """Returns rows as physical batches: as many as it needs, at least one, the last filled up with row 0."""
+    num_batches = max(1, math.ceil(len(rows) / physical_batch_size))
+    indices = np.zeros(num_batches * physical_batch_size, dtype=rows.dtype)
+    indices[: len(rows)] = rows
+    is_padding = np.arange(len(indices)) >= len(rows)
+    shape = (num_batches, physical_batch_size)
+    return [
+        PhysicalBatch(*batch) for batch in zip(indices.reshape(shape), is_padding.reshape(shape), strict=True)
+    ]
 
 
 def entropy_from_os() -> int:
@@ -135,15 +147,3 @@ def _epoch_order(entropy: int, epoch: int, num_examples: int) -> Int[np.ndarray,
     order = _generator(entropy, epoch).permutation(num_examples)
     order.flags.writeable = False
     return order
-
-
-def _in_physical_batches(rows: Int[np.ndarray, " k"], physical_batch_size: int) -> list[PhysicalBatch]:
-    """Cuts rows into batches of one size, at least one, the last filled up with row 0."""
-    num_batches = max(1, math.ceil(len(rows) / physical_batch_size))
-    indices = np.zeros(num_batches * physical_batch_size, dtype=rows.dtype)
-    indices[: len(rows)] = rows
-    is_padding = np.arange(len(indices)) >= len(rows)
-    shape = (num_batches, physical_batch_size)
-    return [
-        PhysicalBatch(*batch) for batch in zip(indices.reshape(shape), is_padding.reshape(shape), strict=True)
-    ]

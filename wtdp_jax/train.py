@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 import tqdm
 
 from wtdp_jax import report
@@ -113,7 +112,8 @@ class _Run:
         self, config: TrainConfig, inputs: Inputs, plan: Plan, folder: RunFolder, checkpoints: Checkpoints
     ) -> None:
         self.config, self.plan, self.folder, self.checkpoints = config, plan, folder, checkpoints
-        self.data, self.has_dropout = inputs.train_data.arrays, inputs.model.config.dropout > 0
+        self.batches = plan.batcher(inputs.train_data)
+        self.has_dropout = inputs.model.config.dropout > 0
         self.state, self.frozen = _initial_state(config.seed, inputs.params, plan)
         self.is_new = checkpoints.latest_step is None
         self.done = checkpoints.latest_step or 0
@@ -169,19 +169,17 @@ class _Run:
     def _sum_over_batch(self) -> tuple[Sums, int]:
         """Adds the gradients of one logical batch; also returns how many physical ones it took."""
         batches = [
-            (self.state.trained, self.frozen, self._batch(number, indices), is_padding)
-            for number, (indices, is_padding) in enumerate(self.sampler.batches(self.done))
+            (self.state.trained, self.frozen, self._with_dropout_keys(number, arrays), is_padding)
+            for number, (_, arrays, is_padding) in enumerate(self.batches(self.sampler.draw(self.done)))
         ]
         return self.plan.step.sum_over(batches), len(batches)
 
-    def _batch(self, number: int, indices: np.ndarray) -> dict[str, Any]:
-        """The rows of this step's physical batch, with one dropout key each if there is dropout."""
-        batch = {name: leaf[indices] for name, leaf in self.data.items()}
-        if self.has_dropout:
-            batch["dropout_key"] = dropout_keys(
-                self.state.streams.dropout_key, self.done, number, len(indices)
-            )
-        return batch
+    def _with_dropout_keys(self, number: int, batch: dict[str, Any]) -> dict[str, Any]:
+        """A physical batch of this step, with one dropout key an example if there is dropout."""
+        if not self.has_dropout:
+            return batch
+        key, size = self.state.streams.dropout_key, self.config.physical_batch_size
+        return {**batch, "dropout_key": dropout_keys(key, self.done, number, size)}
 
     def _log_and_save(self, log: MetricsLog, row: Row) -> None:
         """Logs a step, and evaluates and saves where due; the log is on the disk before the checkpoint."""

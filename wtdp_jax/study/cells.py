@@ -206,6 +206,7 @@ def train_config(
         steps=steps,
         batch_size=grid.batch_size if arm.is_private else grid.nonprivate_batch_size,
         physical_batch_size=grid.physical_batch_size,
+        length_multiple=grid.length_multiple,
         learning_rate=cell.learning_rate or 0.0,
         evaluate_every=steps,
         checkpoint_every=max(1, steps // 3),

@@ -40,6 +40,7 @@ class Grid:
       held_out_fraction: share of the training rows that selection runs evaluate on.
       short_steps: steps of arms that only repeat the first steps of another.
       max_length: longest sequence in tokens; None: as the model and the task have it.
+      length_multiple: as in `TrainConfig.length_multiple`.
       engine: of private arms that don't form per-example gradients.
       standard_engine: of those that do.
       remat: as in `TrainConfig.remat`.
@@ -68,6 +69,7 @@ class Grid:
     held_out_fraction: float = 0.05
     short_steps: int = 3
     max_length: int | None = None
+    length_multiple: int | None = None
     engine: Engine = "ghost"
     standard_engine: Literal["materialized", "microbatched"] = "materialized"
     remat: bool = False

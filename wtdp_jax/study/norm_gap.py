@@ -126,7 +126,7 @@ def train_and_measure(plan: Plan, inputs: Inputs, gap: NormGap, *, every: int) -
       every: steps between measurements.
     """
     streams = new_streams(plan.config.seed)
-    sampler = plan.sampler(streams.entropy)
+    sampler, batcher = plan.sampler(streams.entropy), plan.batcher(inputs.train_data)
     trained, frozen = partition(inputs.params, plan.trainable)
     opt_state = plan.optimizer(streams.noise_key).init(trained)
     trained, opt_state = jax.device_put((trained, opt_state), jax.local_devices()[0], may_alias=False)
@@ -138,8 +138,8 @@ def train_and_measure(plan: Plan, inputs: Inputs, gap: NormGap, *, every: int) -
         if done == plan.num_steps:
             return
         batches = [
-            (trained, frozen, {name: leaf[rows] for name, leaf in inputs.train_data.arrays.items()}, padding)
-            for rows, padding in sampler.batches(done)
+            (trained, frozen, arrays, is_padding)
+            for _, arrays, is_padding in batcher(sampler.draw(done))
         ]
         sums = plan.step.sum_over(batches)
         trained, opt_state, checks = plan.step.update(trained, opt_state, sums.gradient, streams.noise_key)

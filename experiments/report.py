@@ -3,6 +3,8 @@
     python experiments/report.py runs/smoke
 
 It may be called at any time; what is not finished yet is listed. Every row of a CSV names its run folders.
+`--keep FOLDER` also copies the report, and the runs' small files that it is computed from, to where they
+are to be stored. `study.py` continues such a copy too.
 """
 
 import dataclasses
@@ -13,6 +15,7 @@ import tyro
 from wtdp_jax import cli
 from wtdp_jax.study.document import write_report
 from wtdp_jax.study.folder import StudyFolder
+from wtdp_jax.study.kept import keep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,11 +25,18 @@ class ReportConfig:
     folder: tyro.conf.Positional[Path]
     """The study's folder."""
 
+    keep: Path | None = None
+    """Where to copy report and small files, in place of an older copy; None: nowhere."""
+
 
 def main(config: ReportConfig) -> None:
     """Writes the report, and says where it is."""
     with cli.one_line_errors(ValueError, OSError):
-        print(write_report(StudyFolder(config.folder)))
+        folder = StudyFolder(config.folder)
+        print(write_report(folder))
+        if config.keep is not None:
+            keep(folder, config.keep)
+            print(config.keep)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,27 @@ def test_memory_and_device_are_named():
     assert size > 2**20 and owner in ("device", "process")
     assert report.device().keys() == {"kind", "platform", "count"}
     assert report.versions()["wtdp-jax"] == report.computation()["wtdp_jax"]
+
+
+def test_the_commit_is_that_of_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def commit() -> str | None:
+        return report.commit.__wrapped__()
+
+    source = tmp_path / "report.py"
+    source.touch()
+    monkeypatch.setattr(report, "__file__", str(source))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert commit() is None
+    git("init")
+    assert commit() is None  # a repository, but of other files
+    git("add", "report.py")
+    git("commit", "-m", "first")
+    assert commit() == git("rev-parse", "HEAD")
+    source.write_text("changed")
+    assert commit() == git("rev-parse", "HEAD") + "+"

@@ -1,4 +1,4 @@
-"""What README.md says was measured is what `results/` holds."""
+"""What README.md says was measured is what `experiments/results/` holds."""
 
 import json
 import re
@@ -32,7 +32,7 @@ _PEERS = {
 
 
 def _results(name: str) -> dict[str, Any]:
-    return json.loads((_ROOT / "results" / name / "results.json").read_text(encoding="utf-8"))
+    return json.loads((_ROOT / "experiments" / "results" / name / "results.json").read_text(encoding="utf-8"))
 
 
 def _over(folder: str, wanted: Row, names: tuple[str, ...]) -> str:
@@ -114,7 +114,7 @@ def test_standard_clippings_memory() -> None:
 
 
 def test_each_result_says_how_it_was_made() -> None:
-    for path in sorted((_ROOT / "results").iterdir()):
+    for path in sorted((_ROOT / "experiments" / "results").iterdir()):
         record = _results(path.name)
         assert record["command"].startswith("python experiments/bench_")
         assert {"date", "versions", "device", "settings", "rows"} <= record.keys()

@@ -33,8 +33,8 @@ class Batcher:
     """Makes physical batches of any rows of a split.
 
     With `length_multiple` rows of like lengths come together, and a batch is cut where its longest text ends.
-    A loss reads nothing behind a text, so its gradient stays what it was; what changes is the order in which a
-    sum is formed, and the time. A function is then compiled once for each length that occurs.
+    A loss reads nothing behind a text, so its gradient stays what it was; what changes is the order in which
+    a sum is formed, and the time. A function is then compiled once for each length that occurs.
 
     Attributes:
       arrays: of the split, each (N, ...): "ids" (N, T), "positions" (N,), perhaps "weights" (N, T).

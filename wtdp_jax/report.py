@@ -1,11 +1,13 @@
 """What a run says at its end: results.json, curves.png, and the same in words."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import io
 import platform
 import resource
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,9 +109,28 @@ def peak_memory() -> tuple[int, Literal["device", "process"]]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of what computes."""
+    """Returns the versions of what computes; with a checkout of the project its commit too."""
     packages = {package: importlib.metadata.version(package) for package in _PACKAGES}
-    return {"wtdp-jax": __version__, "python": platform.python_version(), **packages}
+    of_source = {} if (found := commit()) is None else {"commit": found}
+    return {"wtdp-jax": __version__, **of_source, "python": platform.python_version(), **packages}
+
+
+@functools.cache
+def commit() -> str | None:
+    """The checkout's commit, with "+" where the package differs from it; None if this is no checkout."""
+    package = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        # An environment inside somebody's repository is not this project's.
+        if not git("ls-files", Path(__file__).name):
+            return None
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def device() -> dict[str, Any]:

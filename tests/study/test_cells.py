@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ from tests.study.small import GRID
 from wtdp_jax.study import arms as a
 from wtdp_jax.study import cells
 from wtdp_jax.study.cells import Cell, Series
+from wtdp_jax.study.folder import StudyFolder, choose, chosen_cell
 
 
 def _series(arm: str, epsilon: float | None = 8.0) -> Series:
@@ -36,6 +38,18 @@ def test_every_arm_chooses_from_the_same_grid() -> None:
     assert chosen_from(a.TIED_NONPRIVATE) == {(1e-3, None), (1e-2, None)}
     assert not chosen_from(a.TIED_STANDARD) and not chosen_from(a.UNTIED_TIED_CHOICE)
     assert _series(a.UNTIED_TIED_CHOICE).chooser == _series(a.TIED_EXACT)
+
+
+def test_the_only_settings_are_chosen_without_a_run(tmp_path: Path) -> None:
+    grid = dataclasses.replace(GRID, learning_rates=(1e-3,), clip_norms=(1.0,))
+    for arm, norm in ((a.TIED_EXACT, 1.0), (a.TIED_NONPRIVATE, None)):
+        assert not cells.selection_cells(grid, _series(arm))
+        choice = choose(StudyFolder(tmp_path), grid, _series(arm))
+        assert choice is not None
+        (cell, _) = cells.final_cells(grid, _series(arm))
+        settled = chosen_cell(cell, choice)
+        assert (settled.learning_rate, settled.l2_clip_norm) == (1e-3, norm)
+    assert choose(StudyFolder(tmp_path), GRID, _series(a.TIED_EXACT)) is None
 
 
 def test_lengths_are_comparable() -> None:

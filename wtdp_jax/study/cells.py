@@ -109,7 +109,13 @@ def series_of(grid: Grid) -> list[Series]:
 
 
 def selection_cells(grid: Grid, series: Series) -> list[Cell]:
-    """Returns the runs that a series chooses its settings by; none where it takes another's.
+    """Returns the runs that a series chooses its settings by; none where it takes another's or has no choice."""
+    possible = candidates(grid, series)
+    return possible if len(possible) > 1 else []
+
+
+def candidates(grid: Grid, series: Series) -> list[Cell]:
+    """Returns the settings that a series may choose, as runs; none where it takes another's choice.
 
     Without clipping there is no clip norm to choose.
     """

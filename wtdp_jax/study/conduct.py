@@ -5,6 +5,7 @@ compute with jax.
 """
 
 import dataclasses
+import datetime
 import functools
 import shlex
 import statistics
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from wtdp_jax import report
 from wtdp_jax.accounting import calibrate_noise_multiplier
 from wtdp_jax.data import load_split, load_task
 from wtdp_jax.privacy import default_delta
@@ -59,6 +61,8 @@ class Study:
         self.folder.path.mkdir(parents=True, exist_ok=True)
         record = {
             "command": shlex.join(["python", *sys.argv]),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": report.commit(),
             "grid": self.grid.to_json(),
             "num_examples": sizes,
             "data_dir": str(self.data_dir),

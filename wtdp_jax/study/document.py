@@ -102,7 +102,8 @@ def _what_was_run(
     arms = "\n".join(f"- `{name}`: {ARMS[name].purpose}" for name in grid["arms"])
     return [
         "## What was run",
-        f"Command: `{study.get('command', 'not known')}`.",
+        f"Command: `{study.get('command', 'not known')}`, last begun {study.get('date')} at commit "
+        f"`{study.get('commit')}`; final runs have the seeds 0 to {grid['seeds'] - 1}.",
         f"{len(finished)} final runs are finished, {len(missing)} are not. Devices: "
         f"{', '.join(sorted(machines))}. "
         f"Versions: {', '.join(sorted(versions))}.",
@@ -248,17 +249,18 @@ def _choices(report: Report, folder: StudyFolder, grid: Mapping[str, Any]) -> No
     share, part = grid["held_out_fraction"], grid["selection_share"]
     least = f"{FAIR_GRID[0]} x {FAIR_GRID[1]}"
     too_small = [] if fair else [f"The grid is smaller than the {least} of a fair comparison."]
-    report.text(
-        "## How learning rates and clip norms were chosen",
+    how = (
         f"Every arm had the same grid of {rates} learning rates and {norms} clip norms (without clipping, "
         "the "
         f"learning rates alone), and chose by accuracy on {share:.0%} of the TRAINING rows, held out of "
         "runs that "
         f"are {part:g} times as long as the final ones and have their noise. The evaluation rows were read "
         "for the "
-        "final runs alone. The selection looked at private rows: what that costs is in no epsilon here.",
-        *too_small,
+        "final runs alone. The selection looked at private rows: what that costs is in no epsilon here."
     )
+    if rates * norms == 1:
+        how = "Every arm had the one learning rate and clip norm that were given: nothing was chosen."
+    report.text("## How learning rates and clip norms were chosen", how, *too_small)
     known = read_json(folder.choices) if folder.choices.exists() else {}
     rows = [
         {

@@ -15,7 +15,8 @@ from typing import Any
 
 from wtdp_jax.metrics import read_metrics
 from wtdp_jax.run_folder import RunFolder, read_json, write_json
-from wtdp_jax.study.cells import Cell, Series, selection_cells
+from wtdp_jax.study import cells as study_cells
+from wtdp_jax.study.cells import Cell, Series
 from wtdp_jax.study.grid import Grid, model_name, task_name
 
 DIVERGED = "diverged.json"
@@ -76,7 +77,7 @@ def choose(folder: StudyFolder, grid: Grid, series: Series) -> dict[str, Any] | 
     """Returns what a series' selection runs say: all candidates, and the best of them.
 
     The best has the highest accuracy on the held-out rows; of several the lowest loss. One that diverged is
-    none.
+    none. The only settings of a grid are chosen without a run.
 
     Args:
       folder: the study's.
@@ -86,26 +87,34 @@ def choose(folder: StudyFolder, grid: Grid, series: Series) -> dict[str, Any] | 
     Returns:
       JSON values; None while a run is missing, or if every one diverged.
     """
+    possible = study_cells.candidates(grid, series)
+    if len(possible) == 1:
+        return {"chosen": _candidate(possible[0], _UNKNOWN), "candidates": [], "epsilon": series.epsilon}
     candidates: list[dict[str, Any]] = []
-    for cell in selection_cells(grid, series):
+    for cell in possible:
         if not folder.is_finished(cell):
             return None
         results = folder.run(cell).results
-        found = read_json(results) if results.exists() else {"accuracy": None, "loss": None}
-        candidates.append(
-            {
-                "folder": cell.folder,
-                "learning_rate": cell.learning_rate,
-                "l2_clip_norm": cell.l2_clip_norm,
-                "held_out_accuracy": found["accuracy"],
-                "held_out_loss": found["loss"],
-            }
-        )
+        found = _candidate(cell, read_json(results) if results.exists() else _UNKNOWN)
+        candidates.append({"folder": cell.folder, **found})
     finished = [row for row in candidates if row["held_out_accuracy"] is not None]
     if not finished:
         return None
     best = min(finished, key=lambda row: (-row["held_out_accuracy"], row["held_out_loss"]))
     return {"chosen": best, "candidates": candidates, "epsilon": series.epsilon}
+
+
+_UNKNOWN = {"accuracy": None, "loss": None}
+
+
+def _candidate(cell: Cell, results: dict[str, Any]) -> dict[str, Any]:
+    """Settings, and what a run with them came to on the held-out rows."""
+    return {
+        "learning_rate": cell.learning_rate,
+        "l2_clip_norm": cell.l2_clip_norm,
+        "held_out_accuracy": results["accuracy"],
+        "held_out_loss": results["loss"],
+    }
 
 
 def chosen_cell(cell: Cell, choice: dict[str, Any]) -> Cell:

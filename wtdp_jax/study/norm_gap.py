@@ -138,8 +138,7 @@ def train_and_measure(plan: Plan, inputs: Inputs, gap: NormGap, *, every: int) -
         if done == plan.num_steps:
             return
         batches = [
-            (trained, frozen, arrays, is_padding)
-            for _, arrays, is_padding in batcher(sampler.draw(done))
+            (trained, frozen, arrays, is_padding) for _, arrays, is_padding in batcher(sampler.draw(done))
         ]
         sums = plan.step.sum_over(batches)
         trained, opt_state, checks = plan.step.update(trained, opt_state, sums.gradient, streams.noise_key)

@@ -1,0 +1,62 @@
+"""The small files of a study, which tell the same as the study."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments import report
+from tests.study import fakes
+from wtdp_jax.study import arms as a
+from wtdp_jax.study.document import write_report
+from wtdp_jax.study.folder import StudyFolder
+from wtdp_jax.study.kept import keep
+from wtdp_jax.study.presets import PRESETS
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    runs = [fakes.run(arm, rights) for arm, rights in ((a.TIED_EXACT, 150), (a.UNTIED_EXACT, 170))]
+    path = tmp_path / "study"
+    path.mkdir()
+    fakes.study(path, runs, PRESETS["smoke"].to_json())
+    for run in runs:
+        for name in ("checkpoints/3/state", "model/model.safetensors", "curves.png", ".lock"):
+            (path / run.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / run.folder / name).write_text("large")
+    return path
+
+
+def test_a_copy_gives_the_same_report_without_what_is_large(folder: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    report.main(report.ReportConfig(folder=folder, keep=kept))
+    large = [p for p in kept.rglob("*") if p.is_file() and p.read_bytes() == b"large"]
+    assert not large and (kept / "accuracy.png").exists()
+    said = (kept / "report.md").read_text()
+    assert said == (folder / "report.md").read_text()
+    (kept / "report.md").unlink()
+    assert write_report(StudyFolder(kept)).read_text() == said
+
+
+def test_an_older_copy_is_replaced(folder: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    keep(StudyFolder(folder), kept)
+    (kept / "stale.csv").touch()
+    keep(StudyFolder(folder), kept)
+    assert not (kept / "stale.csv").exists() and (kept / "cells.json").exists()
+
+
+def test_other_files_are_not_removed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine.txt").touch()
+    with pytest.raises(SystemExit):
+        report.main(report.ReportConfig(folder=folder, keep=other))
+    assert (other / "mine.txt").exists()
+    assert capsys.readouterr().err == f"error: keep must be empty or hold a study, got {other}\n"
+    with pytest.raises(ValueError, match="another folder than the study's"):
+        keep(StudyFolder(folder), folder / ".." / folder.name)
+    assert (folder / "cells.json").exists()
+    with pytest.raises(ValueError, match="must hold a study"):
+        keep(StudyFolder(other), tmp_path / "new")

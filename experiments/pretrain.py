@@ -26,6 +26,7 @@ import optax
 import tqdm
 
 from wtdp_jax import cli, report
+from wtdp_jax.benchmark import runs
 from wtdp_jax.checkpoint import Checkpoints, TrainState
 from wtdp_jax.data import corpus, load_tokenizer
 from wtdp_jax.evaluate import padded_batches
@@ -222,8 +223,7 @@ def pretrain(config: PretrainConfig, text: Text, files: list[Path], folder: RunF
         "epochs": config.steps * config.batch_size / len(train_rows),
         "files": [str(path) for path in files],
         "median_step_seconds": report.speed(rows, config.batch_size)["median_step_seconds"],
-        "versions": report.versions(),
-        "device": report.device(),
+        **runs.environment(),
     }
     write_json(folder.results, results)
     print(f"held-out perplexity {results['perplexity']:.2f}; the model is in {folder.model}")

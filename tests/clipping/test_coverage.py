@@ -254,18 +254,6 @@ def _batch() -> dict[str, Any]:
     return {"ids": jnp.asarray(ids)}
 
 
-def _assert_exact(loss_fn: Callable, params: Any, batch: Any) -> None:
-    gradients = oracle.per_example_gradients(loss_fn, params, batch)
-    norms = oracle.norms(gradients)
-    l2_clip_norm = float(np.median(norms))
-    expected = oracle.clipped_sum(gradients, oracle.flat_factors(norms, l2_clip_norm))
-    for engine in ("ghost", "bookkeeping"):
-        grad_fn = clipped_grad(loss_fn, engine=engine, l2_clip_norm=l2_clip_norm)
-        total, per_example = jax.jit(grad_fn)(params, batch)
-        assert oracle.relative_error(per_example.norm, norms) < 1e-10, engine
-        assert oracle.relative_error(total, expected) < 1e-10, engine
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_covered_as_expected(float64: None, case: str) -> None:
     odd, loss, expected = CASES[case]
@@ -281,7 +269,7 @@ def test_covered_as_expected(float64: None, case: str) -> None:
 def test_exact(float64: None, case: str) -> None:
     odd, loss, _ = CASES[case]
     batch, model = _batch(), Model(odd=odd)
-    _assert_exact(lambda p, b: loss(model, p, b), _params(odd, batch), batch)
+    oracle.assert_exact(lambda p, b: loss(model, p, b), _params(odd, batch), batch)
 
 
 def test_leaves_of_two_models_are_told_apart(float64: None) -> None:
@@ -294,7 +282,7 @@ def test_leaves_of_two_models_are_told_apart(float64: None) -> None:
     coverage = clipped_grad(loss_fn, engine="ghost", l2_clip_norm=1.0).check(params, batch)
     assert set(coverage.uncovered) == {"a/ln/scale", "a/ln/bias"}
     assert set(coverage.unused) == {"b/ln/scale", "b/ln/bias"}
-    _assert_exact(loss_fn, params, batch)
+    oracle.assert_exact(loss_fn, params, batch)
 
 
 @pytest.mark.parametrize("engine", ["ghost", "bookkeeping"])
@@ -386,7 +374,7 @@ def test_a_second_embedding_whose_output_is_unused(float64: None) -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         return jnp.sum(jax.nn.log_softmax(model.apply({"params": params}, batch["ids"])[0])[..., 0], -1)
 
-    _assert_exact(loss_fn, params, batch)
+    oracle.assert_exact(loss_fn, params, batch)
 
 
 def test_programs_are_compared_without_their_arguments_trees() -> None:

@@ -109,7 +109,7 @@ def series_of(grid: Grid) -> list[Series]:
 
 
 def selection_cells(grid: Grid, series: Series) -> list[Cell]:
-    """Returns the runs that a series chooses its settings by; none where it takes another's or has no choice."""
+    """Returns the runs that a series chooses its settings by; none where there is nothing to choose."""
     possible = candidates(grid, series)
     return possible if len(possible) > 1 else []
 

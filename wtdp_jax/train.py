@@ -69,7 +69,9 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, Inputs, Plan]:
     RunFolder(config.out).check({"settings": config.to_json()}, resume=config.resume)
     inputs = load(config)
     RunFolder(config.out).check(_record(config, inputs), resume=config.resume)
-    return config, inputs, make_plan(config, inputs)
+    plan = make_plan(config, inputs)
+    RunFolder(config.out).check(_record(config, inputs, plan), resume=config.resume)
+    return config, inputs, plan
 
 
 def run(config: TrainConfig, inputs: Inputs, plan: Plan | None = None) -> Outcome:
@@ -88,8 +90,7 @@ def run(config: TrainConfig, inputs: Inputs, plan: Plan | None = None) -> Outcom
     """
     plan = make_plan(config, inputs) if plan is None else plan
     folder = RunFolder(config.out)
-    # What was calibrated is compared too: another accountant's version might find another noise multiplier.
-    record = {**_record(config, inputs), "plan": plan.to_json()}
+    record = _record(config, inputs, plan)
     with (
         folder.claimed(record, resume=config.resume),
         Checkpoints(folder.checkpoints, record) as checkpoints,
@@ -103,9 +104,11 @@ def run(config: TrainConfig, inputs: Inputs, plan: Plan | None = None) -> Outcom
     return Outcome(results=results, params=steps.params, plan=plan, folder=folder)
 
 
-def _record(config: TrainConfig, inputs: Inputs) -> Record:
-    """What the run is, as config.json keeps it: a run may only be resumed as the same."""
-    return {"settings": config.to_json(), "identity": {**inputs.fingerprints(), **report.computation()}}
+def _record(config: TrainConfig, inputs: Inputs, plan: Plan | None = None) -> Record:
+    """What the run is, as config.json and checkpoints keep it: a run may only be resumed as the same."""
+    record = {"settings": config.to_json(), "identity": {**inputs.fingerprints(), **report.computation()}}
+    # What was calibrated is compared too: another accountant's version might find another noise multiplier.
+    return record if plan is None else {**record, "plan": plan.to_json()}
 
 
 class _Run:

@@ -97,7 +97,7 @@ def run(config: TrainConfig, inputs: Inputs, plan: Plan | None = None) -> Outcom
     ):
         steps = _Run(config, inputs, plan, folder, checkpoints)
         write_json(folder.config, record)
-        if not folder.results.exists():
+        if not (folder.results.exists() and folder.privacy.exists()):
             steps.take_all()
             _finish(config, inputs, plan, folder, steps)
         results = report.Results(**read_json(folder.results))

@@ -26,6 +26,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small.place(tmp_path_factory.mktemp("place"))
 
 
+@pytest.fixture(scope="session")
+def left_in_peace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in this process that nothing interrupted."""
+    return small.run(tmp_path_factory.mktemp("left_in_peace") / "run").folder.path
+
+
 Finetune = Callable[..., child.Ended]
 
 

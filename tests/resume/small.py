@@ -118,19 +118,21 @@ def place(folder: Path) -> Path:
     return folder
 
 
+def _on(place: Path) -> dict[str, Any]:
+    """The settings, to work on what `place` wrote."""
+    where = {"data_dir": place, "model": str(place / "model")}
+    return {"task": "sst2", "prompt": "{sentence} it was", **where, **SETTINGS}
+
+
+def script_config(place: Path, out: Path, **changes: Any) -> TrainConfig:
+    """The settings that `arguments` gives."""
+    return TrainConfig(**{**_on(place), "out": out, **changes})
+
+
 def arguments(place: Path, out: Path, **changes: Any) -> list[str]:
-    """The same settings as a command line, on what `place` wrote; True is a flag, None leaves out."""
-    settings = {
-        "task": "sst2",
-        "data_dir": place,
-        "model": place / "model",
-        "prompt": "{sentence} it was",
-        **SETTINGS,
-        "out": out,
-        **changes,
-    }
+    """The settings as a command line, on what `place` wrote; True is a flag, None leaves out."""
     words = []
-    for name, value in settings.items():
+    for name, value in {**_on(place), "out": out, **changes}.items():
         if value is not None:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return words

@@ -55,12 +55,6 @@ def test_damage_to_any_file_is_noticed(
     assert capfd.readouterr().err == ""
 
 
-@pytest.fixture(scope="module")
-def left_in_peace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run in this process that nothing interrupted."""
-    return small.run(tmp_path_factory.mktemp("whole") / "run").folder.path
-
-
 @pytest.fixture
 def stopped(tmp_path: Path) -> Path:
     """A run with checkpoints of steps 2 and 4."""

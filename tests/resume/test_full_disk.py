@@ -33,12 +33,6 @@ def _run_out_of_room(out: Path, place: str, number: int) -> str:
     return str(raised.value)
 
 
-@pytest.fixture(scope="module")
-def left_in_peace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run in this process with room for everything."""
-    return small.run(tmp_path_factory.mktemp("whole") / "run").folder.path
-
-
 # The nine files: config, privacy twice, the seals of steps 0, 2, 4 and 5, predictions, results.
 @pytest.mark.parametrize(
     ("place", "number"),

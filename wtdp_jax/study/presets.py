@@ -65,6 +65,7 @@ PRESETS: dict[str, Grid] = {
         epsilons=(3.0, 8.0),
         learning_rates=(1e-3, 3e-3, 1e-2, 3e-2),
         batch_size=1024,
+        nonprivate_batch_size=128,
         physical_batch_size=64,
         steps=40,
         selection_share=0.2,

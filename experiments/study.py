@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from wtdp_jax import cli
-from wtdp_jax.study.grid import Engine, Grid, Loss
+from wtdp_jax.study.grid import Engine, Grid, Loss, Measured
 from wtdp_jax.study.presets import PRESETS
 
 
@@ -89,6 +89,9 @@ class StudyConfig:
 
     engine: Engine | None = None
     """How private arms that form no per-example gradient get their norms and sums."""
+
+    measured: tuple[Measured, ...] | None = None
+    """Engines whose step memory and time are measured besides steps without privacy; none: those alone."""
 
     jobs: int | None = None
     """Runs at once, each in a process on its share of the cores; None: 2 for smoke, else 1."""

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import tyro
 
+from wtdp_jax.messages import printable
+
 # At every start transformers remarks that there is no PyTorch; a script's stderr is for what matters.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
@@ -18,6 +20,9 @@ Config = TypeVar("Config")
 
 USAGE_ERROR = 2
 """Exit status after bad input."""
+
+_SHOWN = 250
+"""Characters of an error that are shown of either end; what was wrong may be a file without a line's end."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -38,8 +43,9 @@ def parse(config_type: type[Config]) -> Config:
 
 def fail(message: object) -> None:
     """Writes one line `error: ...` on stderr and leaves with status 2."""
-    first_line = str(message).strip().partition("\n")[0]
-    print(f"error: {first_line}", file=sys.stderr)
+    line = printable(str(message).strip().partition("\n")[0])
+    shown = line if len(line) <= 2 * _SHOWN else f"{line[:_SHOWN]} ... {line[-_SHOWN:]}"
+    print(f"error: {shown}", file=sys.stderr)
     sys.exit(USAGE_ERROR)
 
 

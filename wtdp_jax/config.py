@@ -184,7 +184,7 @@ class TrainConfig:
             pattern = getattr(self, name)
             try:
                 re.compile(pattern or "")
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise ValueError(f"{name} must be a regular expression, got {pattern!r}: {error}") from None
 
     @property

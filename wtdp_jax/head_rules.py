@@ -74,6 +74,12 @@ def head_statistics(
     return _one_after_the_other(hold)(hidden, matrix, targets, weights, ids)
 
 
+def squared_norm_at(g: Float[Array, ""], statistics: HeadStatistics) -> Float[Array, ""]:
+    """||g G||^2 at cotangent g. The product comes first: where g^2 alone underflows, it need not."""
+    # XLA would multiply the squares.
+    return jnp.square(jax.lax.optimization_barrier(g * jnp.sqrt(statistics.squared_norm)))
+
+
 @functools.cache
 def _one_after_the_other(hold: bool) -> Callable[..., HeadStatistics]:
     return sequential_vmap(functools.partial(_statistics, hold))
@@ -114,12 +120,14 @@ def _statistics(
         r = (jnp.exp(of_ids - log_normalizers[None]) - is_target) * weights[None]
         rows = jnp.dot(r, hidden.astype(r.dtype), precision=_HIGHEST)
     hidden_squares = jnp.sum(jnp.square(hidden.astype(parts.dtype)), -1)
+    # Squares that underflow here may count at a large cotangent; each misses less than the smallest normal number.
+    missing = matrix.size * float(jnp.finfo(squares.dtype).tiny)
     return HeadStatistics(
         loss=jnp.sum(weights * token_losses),
         token_losses=token_losses,
         d_hidden=d_hidden,
         log_normalizers=log_normalizers,
-        squared_norm=rules.rounded_up(squares, jnp.sum(parts * hidden_squares)),
+        squared_norm=rules.rounded_up(squares, jnp.sum(parts * hidden_squares)) + missing,
         rows=rows,
         gradient=None if g is None else g.reshape(-1, matrix.shape[1])[: matrix.shape[0]],
     )

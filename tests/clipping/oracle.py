@@ -13,14 +13,19 @@ import numpy as np
 from wtdp_jax.clipping import clipped_grad
 
 
-def per_example_gradients(loss_fn: Callable, params: Any, batch: Any) -> Any:
-    """Gradients with a leading axis of examples, as NumPy arrays."""
+def gradients_fn(loss_fn: Callable) -> Callable:
+    """The compiled function (params, batch) -> gradients with a leading axis of examples."""
 
-    def one(example: Any) -> Any:
+    def one(params: Any, example: Any) -> Any:
         rows = jax.tree.map(lambda leaf: leaf[None], example)
         return jax.grad(lambda p: loss_fn(p, rows)[0])(params)
 
-    return jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(batch))
+    return jax.jit(jax.vmap(one, in_axes=(None, 0)))
+
+
+def per_example_gradients(loss_fn: Callable, params: Any, batch: Any) -> Any:
+    """Gradients with a leading axis of examples, as NumPy arrays."""
+    return jax.tree.map(np.asarray, gradients_fn(loss_fn)(params, batch))
 
 
 def norms(gradients: Any) -> np.ndarray:
@@ -48,7 +53,7 @@ def per_layer_clipped_sum(gradients: Any, l2_clip_norm: float, stacked: str = "h
     slices = {}  # (module, depth) -> names of leaves
     for keys, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         *module, _ = (key.key for key in keys)
-        depths = range(leaf.shape[1]) if module[0] == stacked else [None]
+        depths = range(leaf.shape[1]) if module[:1] == [stacked] else [None]
         for depth in depths:
             slices.setdefault((*module, depth), []).append(keys)
     threshold = l2_clip_norm / np.sqrt(len(slices))

@@ -14,6 +14,7 @@ from tests.clipping import small
 from wtdp_jax import head_rules
 from wtdp_jax.clipping import clipped_grad, ghost
 from wtdp_jax.clipping.factors import NARROW_MARGIN, Factors, Group
+from wtdp_jax.lm_head import Head
 from wtdp_jax.losses import lm_loss, next_token_loss
 from wtdp_jax.models import GPT2
 
@@ -103,6 +104,47 @@ def test_backprops_whose_squares_underflow(
     loss_fn, params, batch = _one_layer(layer, x, {"kernel": jnp.ones((4, 4096))}, weight)
     grad_fn = clipped_grad(loss_fn, engine=engine, l2_clip_norm=l2_clip_norm)
     assert _length(jax.jit(grad_fn)(params, batch)[0]) <= l2_clip_norm
+
+
+class LossHead(nn.Module):
+    """A head that gives a loss, and nothing else."""
+
+    @nn.compact
+    def __call__(self, x: Any, ids: Any) -> Any:
+        return Head(8, 4, name="head").weighted_loss(x, ids, jnp.ones(ids.shape))
+
+
+@pytest.mark.parametrize("engine", ["ghost", "bookkeeping"])
+@pytest.mark.parametrize("positions", [1, 20])
+@pytest.mark.parametrize(("inputs", "weight"), [(1e17, 1e-19), (1e-20, 1e19)])
+def test_a_weighted_loss_whose_squares_underflow(
+    engine: Any, positions: int, inputs: float, weight: float
+) -> None:
+    """Either the square of the loss's weight underflows, or those of the gradient before it is weighted."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return weight * LossHead().apply({"params": params}, batch["x"], batch["ids"])
+
+    batch = {"x": jnp.full((1, positions, 8), inputs), "ids": jnp.ones((1, positions), jnp.int32)}
+    params = {"head": {"kernel": jnp.zeros((8, 4))}}
+    grad_fn = clipped_grad(loss_fn, engine=engine, l2_clip_norm=1e-3)
+    assert 0 < _length(jax.jit(grad_fn)(params, batch)[0]) <= 1e-3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.parametrize("l2_clip_norm", [0.0, 1e-30, 1e-19, 1e-15])
+def test_clip_norms_whose_squares_underflow(engine: Any, clipping: Any, l2_clip_norm: float) -> None:
+    """The squares of a gradient of 1e-20 are 0 in float32, but it is longer than a clip norm may be."""
+    grad_fn = clipped_grad(
+        lambda params, batch: batch["x"] @ params["w"],
+        engine=engine,
+        l2_clip_norm=l2_clip_norm,
+        clipping=clipping,
+    )
+    compiled = jax.jit(grad_fn)
+    for size in (1e-28, 1e-20, 1e-18, 1e-10, 1.0):
+        assert _length(compiled({"w": jnp.ones(3)}, {"x": jnp.full((1, 3), size)})[0]) <= l2_clip_norm
 
 
 @pytest.mark.parametrize("engine", ["ghost", "bookkeeping"])

@@ -27,7 +27,7 @@ from wtdp_jax import capture, rules, taps
 from wtdp_jax.clipping import factors, layers, rounds, tapped
 from wtdp_jax.clipping.job import Job, Outcome, Params
 from wtdp_jax.coverage import Coverage, Layer
-from wtdp_jax.head_rules import HeadStatistics
+from wtdp_jax.head_rules import HeadStatistics, squared_norm_at
 
 
 def ghost(job: Job) -> Outcome:
@@ -125,7 +125,7 @@ def _norm_taps(coverage: Coverage, job: Job) -> taps.Tap:
         return layers.call_squared_norm(call, coverage.layers[index].leaves, capture.record(call, d))
 
     def emit_of_loss(statistics: HeadStatistics, g: Array) -> tuple[Array, Array | None]:
-        squared_norm = jnp.square(g) * statistics.squared_norm
+        squared_norm = squared_norm_at(g, statistics)
         if statistics.rows is None or not _linked(job):
             return squared_norm, None
         if statistics.gradient is not None:

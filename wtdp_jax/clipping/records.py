@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from wtdp_jax import capture, rules
-from wtdp_jax.head_rules import HeadStatistics
+from wtdp_jax.head_rules import HeadStatistics, squared_norm_at
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -57,7 +57,7 @@ def of_loss(statistics: HeadStatistics, g: Array) -> tuple[dict[str, Array], Non
     """
     record: dict[str, Any] = {
         "gradient": statistics.gradient,
-        "squared_norm": jnp.square(g) * statistics.squared_norm,
+        "squared_norm": squared_norm_at(g, statistics),
         "g": g,
     }
     if statistics.rows is not None:

@@ -33,6 +33,8 @@ def read_task(path: Path) -> Task:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: must be JSON ({error.msg})") from None
+    except RecursionError:
+        raise ValueError(f"{path}: must be JSON that is not nested this deeply") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

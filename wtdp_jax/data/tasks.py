@@ -7,6 +7,7 @@ follows: ``"{sentence} It was"``, then ``" great"`` or ``" terrible"``.
 import dataclasses
 import string
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Literal
 
 import numpy as np
@@ -67,6 +68,12 @@ def held_out_size(num_rows: int, fraction: float) -> int:
     return min(max(1, round(fraction * num_rows)), num_rows - 1)
 
 
+def _is_inside(folder: str) -> bool:
+    """Whether a relative path goes nowhere but down, and is one that a file system can have."""
+    path = PurePath(folder)
+    return not path.is_absolute() and ".." not in path.parts and folder.isprintable()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HubSource:
     """Where the ``datasets`` library finds a task.
@@ -115,6 +122,8 @@ class Task:
             raise ValueError(
                 f"prompt must not end in white space (the label word brings it), got {self.prompt!r}"
             )
+        if not _is_inside(self.folder):
+            raise ValueError(f"folder must be a path inside the data directory, got {self.folder!r}")
         if len(self.label_words) < 2:
             raise ValueError(f"label_words must map at least two labels, got {dict(self.label_words)}")
         for word in self.label_words.values():

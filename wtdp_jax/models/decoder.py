@@ -88,10 +88,13 @@ class DecoderConfig:
         return cls(**{**cls.PRESETS[name], **overrides})
 
     def _check_counts(self, *names: str) -> None:
-        """Refuses a field that is below 1."""
+        """Refuses a field that is below 1, or that a 32-bit index does not reach."""
         for name in names:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value >= 2**31:
+                raise ValueError(f"{name} must be below 2**31, got {value}")
 
     def _check_positive(self, *names: str) -> None:
         """Refuses a field that is not a positive number."""

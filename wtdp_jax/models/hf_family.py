@@ -96,7 +96,7 @@ def typed(entries: Entries, name: str, kind: type, default: Any = None, within: 
     """
     value = entries.get(name, default)
     # A bool is an int to Python, and JSON writes the float 1.0 as 1.
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**1000:
         return float(value)
     if type(value) is not kind:
         found = repr(value) if name in entries else "nothing"

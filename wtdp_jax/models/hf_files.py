@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from wtdp_jax.messages import printable
 from wtdp_jax.models.hf_family import TensorNames
 from wtdp_jax.models.hf_tensors import to_float32
 
@@ -32,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"model folder must hold {path.name}, got {path.parent} without it")
     try:
         decoded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be JSON: {error}") from error
     if not isinstance(decoded, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(decoded).__name__}")
@@ -109,6 +110,8 @@ def _read_file(path: Path, names: TensorNames) -> dict[str, np.ndarray]:
     try:
         with safe_open(path, framework="numpy") as file:
             for stored_name in file.keys():
+                if not stored_name.isprintable():
+                    raise ValueError(f"tensor in {path} must have a printable name, got {stored_name!r}")
                 name = stored_name.removeprefix(names.prefix)
                 if re.fullmatch(names.buffers, name):
                     continue
@@ -119,7 +122,7 @@ def _read_file(path: Path, names: TensorNames) -> dict[str, np.ndarray]:
                     raise ValueError(f"tensor {name} must be there once, got it with and without a prefix")
                 tensors[name] = to_float32(file.get_tensor(stored_name))
     except SafetensorError as error:
-        raise ValueError(f"{path} must be a safetensors file: {error}") from error
+        raise ValueError(f"{path} must be a safetensors file: {printable(error)}") from error
     return tensors
 
 

@@ -51,9 +51,18 @@ def _from_json(entries: Entries) -> LlamaConfig:
         tie_embeddings=typed(entries, "tie_word_embeddings", bool, default=False),
         dropout=typed(entries, "attention_dropout", float, default=0.0),
     )
-    full_attention = ["full_attention"] * config.n_layer
-    check_supported(entries, {"head_dim": (None, config.head_size), "layer_types": (None, full_attention)})
+    check_supported(entries, {"head_dim": (None, config.head_size)})
+    _check_layer_types(entries, config.n_layer)
     return config
+
+
+def _check_layer_types(entries: Entries, n_layer: int) -> None:
+    """Demands full attention in every layer, where the file names each layer's kind."""
+    found = entries.get("layer_types")
+    if found is None:
+        return
+    if not isinstance(found, list) or len(found) != n_layer or set(map(str, found)) != {"full_attention"}:
+        raise ValueError(f"layer_types must be None or {n_layer} times 'full_attention', got {found!r}")
 
 
 def _to_json(config: LlamaConfig) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def rope_from_json(entries: Entries) -> tuple[float, Llama3Scaling | None]:
         raise ValueError(f"rope_type must be default or llama3, got {kind!r}")
     # Such as settings layer by layer.
     if unknown := rope.keys() - set(_KNOWN):
-        raise ValueError(f"{source} must have no entries but {', '.join(_KNOWN)}, got {min(unknown)}")
+        raise ValueError(f"{source} must have no entries but {', '.join(_KNOWN)}, got {min(unknown)!r}")
     for place in (entries, rope):
         check_supported(place, {"partial_rotary_factor": (1.0, None)})
     check_supported(entries, {"original_max_position_embeddings": (None,)})

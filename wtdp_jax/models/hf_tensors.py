@@ -36,6 +36,9 @@ def params_from_tensors(tensors: Mapping[str, np.ndarray], config: DecoderConfig
       ValueError: if a tensor is missing, surplus, misshapen or not finite; the message names it.
     """
     names = family_of(config).names
+    # Each layer has more than one. Without this a wrong number would be counted up to, name by name.
+    if config.n_layer > len(tensors):
+        raise ValueError(f"n_layer must fit the file's {len(tensors)} tensors, got {config.n_layer}")
     abstract = _abstract_leaves(config)
     _check_fit(tensors, jax.eval_shape(lambda leaves: _tensors_from_leaves(leaves, names), abstract))
     leaves = {path: _leaf_from_tensors(path, leaf.shape, tensors, names) for path, leaf in abstract.items()}
@@ -85,7 +88,9 @@ def settle_head(
     for name in (embedding, _HEAD):
         if name not in settled:
             raise ValueError(f"tensor missing: {name}")
-    if (stored_tied or tied) and not np.array_equal(settled[_HEAD], settled[embedding]):
+    # Two NaNs are alike here: that they are not finite is said of them later, by name.
+    same = np.array_equal(settled[_HEAD], settled[embedding], equal_nan=True)
+    if (stored_tied or tied) and not same:
         remedy = "tie_word_embeddings in config.json" if stored_tied else "tie_embeddings"
         raise ValueError(f"{remedy} must be False, got True where {_HEAD} differs from {embedding}")
     if tied:

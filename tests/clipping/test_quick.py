@@ -101,7 +101,7 @@ def test_factors_at_the_edges() -> None:
     np.testing.assert_array_equal(flat, [1, 1, 1, 0])
     raised = clip_factor(norm, counts, 2.0, "flat", 0.25)
     np.testing.assert_allclose(raised, [1, 1, 0.8, 0], rtol=1e-6)
-    np.testing.assert_array_equal(clip_factor(norm, counts, 0.0, "flat", 0.0), [1, 0, 0, 0])
+    np.testing.assert_array_equal(clip_factor(norm, counts, 0.0, "flat", 0.0), [0, 0, 0, 0])
     automatic = clip_factor(norm, counts, 2.0, "automatic", 0.0)
     np.testing.assert_allclose(automatic, [200, 2 / 1.01, 2 / 2.01, 0], rtol=1e-5)
     eps = float(jnp.finfo(jnp.float32).eps)

@@ -12,7 +12,8 @@ from tests.clipping import oracle
 from tests.fuzz.shapes import ROWS, Shape, compiled, gradients
 
 # Engines agree with the oracle to this, relatively, and beyond it to what an ulp of the parameters does to
-# the oracle itself: a nearly saturated softmax, or a scaled-up attention score, loses digits that no engine has.
+# the oracle itself: a nearly saturated softmax, or a scaled-up attention score, loses digits that no engine
+# has.
 _TOLERANCE = 1e-10
 _ULPS = 64
 # Squares below the smallest normal number vanish in an engine, or are replaced by it, so smaller norms are 0.

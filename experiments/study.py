@@ -5,10 +5,9 @@ On a generated task, without a file, within two minutes on two cores:
     python experiments/study.py --preset smoke --out runs/smoke
     python experiments/report.py runs/smoke
 
-On SST-2 with the small model of pretrain.py, in the background for hours:
+On SST-2 with a small model that pretrain.py made, in the background for hours:
 
-    python experiments/study.py --preset laptop --data-dir ../shared/data \
-        --models small=runs/pretrain/model --jobs 2 --out runs/laptop
+    python experiments/study.py --preset laptop --data-dir ../shared/data --jobs 2 --out runs/laptop
 
 `--dry-run` prints the runs and an estimate of their time. Every run has a folder as finetune.py leaves it.
 Finished ones are not done again; after an interruption the same command goes on where it stopped. Every arm

@@ -1,5 +1,6 @@
 """Tables of rows, and plain texts, with anything in them: read as what they say, or refused by their line."""
 
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,15 @@ def test_a_table_is_read_or_refused(content: bytes) -> None:
         assert [each.name for each in Path(folder).iterdir()] == ["train.tsv"]
 
 
+_tokenizer = functools.cache(tiny.tokenizer)
+
+
 def _assert_valid(rows: Rows, content: bytes) -> None:
     assert len(rows) == content.removesuffix(b"\n").count(b"\n") >= 1
     assert set(rows.labels) <= {0, 1} and set(rows.texts) == {"a", "b"}
     texts = [text for column in rows.texts.values() for text in column]
     assert len(texts) == 2 * len(rows) and not any("\t" in text or "\n" in text for text in texts)
-    encoded = loaded_or_refused(
-        lambda: encode(rows, TASK, tiny.tokenizer(), max_length=16), "max_length", "row"
-    )
+    encoded = loaded_or_refused(lambda: encode(rows, TASK, _tokenizer(), max_length=16), "max_length", "row")
     assert encoded is not None and len(encoded) == len(rows)
     assert encoded.arrays["ids"].shape[1] <= 16
     assert encoded.arrays["positions"].max() < encoded.arrays["ids"].shape[1]
@@ -90,7 +92,7 @@ def test_texts_are_read_or_refused(contents: list[bytes], pattern: str) -> None:
         )
         if stretches is not None:
             assert stretches and all(stretch.strip() for stretch in stretches)
-            ids = loaded_or_refused(lambda: pack(stretches, tiny.tokenizer(), 4), "text must fill one row")
+            ids = loaded_or_refused(lambda: pack(stretches, _tokenizer(), 4), "text must fill one row")
             assert ids is None or ids.shape[1] == 4
         loaded_or_refused(
             lambda: find_text_files([f"{folder}/none-{pattern}"], None), "text must name existing files"

@@ -16,7 +16,7 @@ from tests.fuzz.model_folders import sound
 from wtdp_jax.data import Rows, Task, encode, load_tokenizer
 
 TASK = Task(name="own", prompt="{a} it was", label_words={"0": " terrible", "1": " great"})
-ROWS = Rows(texts={"a": ["good film", "\0 never seen", "", "😀 \ud800"]}, labels=[0, 1, 0, 1])
+ROWS = Rows(texts={"a": ["good film", "\0 never seen", "", "😀"]}, labels=[0, 1, 0, 1])
 
 
 @pytest.fixture(autouse=True, scope="module")

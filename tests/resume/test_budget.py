@@ -228,4 +228,4 @@ def test_the_script_refuses_in_one_line(finetune: Finetune, whole: Path, tmp_pat
     write_json(out / "config.json", record)
     ended = finetune(out, steps=6, resume=True)
     assert (ended.status, ended.stdout) == (2, "") and ended.stderr.count("\n") == 1
-    assert ended.stderr.startswith("error: ") and "5 is of a run withther configuration" in ended.stderr
+    assert ended.stderr.startswith("error: ") and "5 is of a run with another configuration" in ended.stderr

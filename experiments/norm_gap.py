@@ -7,7 +7,7 @@ On the generated task, in a minute:
 On SST-2 with the small model of pretrain.py:
 
     python experiments/norm_gap.py --task sst2 --data-dir ../shared/data --model runs/pretrain/model \
-        --steps 60 --batch-size 512 --out runs/norm_gap-sst2
+        --steps 60 --batch-size 512 --max-length 48 --out runs/norm_gap-sst2
 
 A run is trained with the naive norm (or, to compare, with the exact one). Before it, every so many steps, and
 at its end the same training examples are measured: naive over exact norm; how many clipped gradients exceed
@@ -68,6 +68,9 @@ class NormGapConfig:
 
     max_length: int | None = None
     """Longest sequence in tokens."""
+
+    length_multiple: int | None = None
+    """Tokens to whose multiples physical batches are cut, as for finetune.py."""
 
     every: int = 5
     """Steps between measurements."""

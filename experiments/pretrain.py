@@ -191,23 +191,25 @@ def main(config: PretrainConfig) -> None:
         folder = RunFolder(config.out)
         with folder.claimed(record, resume=config.resume):
             write_json(folder.config, record)
-            pretrain(config, text, files, folder)
+            with Checkpoints(folder.checkpoints, record) as checkpoints:
+                pretrain(config, text, files, folder, checkpoints)
 
 
-def pretrain(config: PretrainConfig, text: Text, files: list[Path], folder: RunFolder) -> None:
+def pretrain(
+    config: PretrainConfig, text: Text, files: list[Path], folder: RunFolder, checkpoints: Checkpoints
+) -> None:
     """Trains in a folder that is this process's own."""
     tokenizer = _tokenizer(config, text, folder.path / "tokenizer")
     train_rows, held_out_rows = (corpus.pack(part, tokenizer, config.n_positions) for part in text)
     model = GPT2(config.model_config(len(tokenizer)))
-    with Checkpoints(folder.checkpoints) as checkpoints:
-        training = Training(config, model, train_rows, held_out_rows, checkpoints)
-        print(
-            f"{training.num_parameters:,} parameters, vocabulary {len(tokenizer)}, "
-            f"{train_rows.size:,} tokens to train on, {held_out_rows.size:,} held out",
-            flush=True,
-        )
-        with MetricsLog(folder.metrics, keep_through_step=training.logged) as log:
-            training.take_all(log)
+    training = Training(config, model, train_rows, held_out_rows, checkpoints)
+    print(
+        f"{training.num_parameters:,} parameters, vocabulary {len(tokenizer)}, "
+        f"{train_rows.size:,} tokens to train on, {held_out_rows.size:,} held out",
+        flush=True,
+    )
+    with MetricsLog(folder.metrics, keep_through_step=training.logged) as log:
+        training.take_all(log)
     rows = read_metrics(folder.metrics)
     exported = GPT2(dataclasses.replace(model.config, dropout=0.0))
     save_pretrained(folder.model, exported, training.state.trained, tokenizer)
@@ -248,10 +250,9 @@ class Training:
         self.state = TrainState(
             trained=params, opt_state=optimizer.init(params), streams=new_streams(config.seed)
         )
-        self.done = checkpoints.latest_step or 0
-        self.logged = -1 if checkpoints.latest_step is None else self.done
-        if checkpoints.latest_step is not None:
-            self.state = checkpoints.restore(like=self.state)
+        restored = checkpoints.restore(like=self.state)
+        self.done, self.state = (0, self.state) if restored is None else restored
+        self.logged = -1 if restored is None else self.done
         self.sampler = ShuffledBatches(
             num_examples=len(train_rows),
             batch_size=min(config.batch_size, len(train_rows)),

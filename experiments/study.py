@@ -5,10 +5,9 @@ On a generated task, without a file, within two minutes on two cores:
     python experiments/study.py --preset smoke --out runs/smoke
     python experiments/report.py runs/smoke
 
-On SST-2 with the small model of pretrain.py, in the background for hours:
+On SST-2 with a small model that pretrain.py made, in the background for hours:
 
-    python experiments/study.py --preset laptop --data-dir ../shared/data \
-        --models small=runs/pretrain/model --jobs 2 --out runs/laptop
+    python experiments/study.py --preset laptop --data-dir ../shared/data --jobs 2 --out runs/laptop
 
 `--dry-run` prints the runs and an estimate of their time. Every run has a folder as finetune.py leaves it.
 Finished ones are not done again; after an interruption the same command goes on where it stopped. Every arm
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from wtdp_jax import cli
-from wtdp_jax.study.grid import Engine, Grid, Loss
+from wtdp_jax.study.grid import Engine, Grid, Loss, Measured
 from wtdp_jax.study.presets import PRESETS
 
 
@@ -89,6 +88,9 @@ class StudyConfig:
 
     engine: Engine | None = None
     """How private arms that form no per-example gradient get their norms and sums."""
+
+    measured: tuple[Measured, ...] | None = None
+    """Engines whose step memory and time are measured besides steps without privacy; none: those alone."""
 
     jobs: int | None = None
     """Runs at once, each in a process on its share of the cores; None: 2 for smoke, else 1."""

@@ -32,38 +32,48 @@ def _bits(tree) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(raw)]
 
 
+_RUN = {"settings": {"seed": None, "out": "a"}, "identity": {"jax": "1"}}
+
+
+def _checkpoints(tmp_path: Path, run: dict = _RUN) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints", run)
+
+
 def test_restores_the_same_bits_and_structure(tmp_path: Path):
     saved, other = _state(1), _state(2)
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+    with _checkpoints(tmp_path) as checkpoints:
         checkpoints.save(7, saved)
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        assert checkpoints.latest_step == 7
-        restored = checkpoints.restore(like=other)
+    with _checkpoints(tmp_path) as checkpoints:
+        step, restored = checkpoints.restore(like=other)
+    assert step == 7
     assert jax.tree.structure(restored) == jax.tree.structure(saved)
     assert _bits(restored) == _bits(saved) != _bits(other)
 
 
 def test_keeps_the_newest(tmp_path: Path):
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        assert checkpoints.latest_step is None
-        for step in (0, 3, 6):
+    with _checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps == [] and checkpoints.restore(like=_state(0)) is None
+        for step in (0, 3, 6, 12):
             checkpoints.save(step, _state(step))
-        checkpoints.save(6, _state(0))  # already there: stays as it is
-        assert checkpoints.latest_step == 6
-        assert _bits(checkpoints.restore(like=_state(0))) == _bits(_state(6))
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["3", "6"]
+        checkpoints.save(12, _state(0))  # already there: stays as it is
+        assert checkpoints.steps == [6, 12]
+        assert _bits(checkpoints.restore(like=_state(0)).state) == _bits(_state(12))
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["12", "6"]
     assert NUM_KEPT == 2
 
 
-def test_keys_are_their_owners_alone(tmp_path: Path):
-    with Checkpoints(tmp_path / "checkpoints"):
-        pass
-    assert stat.S_IMODE(os.stat(tmp_path / "checkpoints").st_mode) == 0o700
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_keys_are_their_owners_alone(tmp_path: Path, umask: int):
+    def mode() -> int:
+        return stat.S_IMODE(os.stat(tmp_path / "checkpoints").st_mode)
 
-
-def test_no_checkpoint_is_an_error(tmp_path: Path):
-    with (
-        Checkpoints(tmp_path / "checkpoints") as checkpoints,
-        pytest.raises(ValueError, match="no checkpoint in"),
-    ):
-        checkpoints.restore(like=_state(0))
+    before = os.umask(umask)
+    try:
+        with _checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(0, _state(0))
+        assert mode() == 0o700
+        (tmp_path / "checkpoints").chmod(0o755)
+        with _checkpoints(tmp_path):
+            assert mode() == 0o700
+    finally:
+        os.umask(before)

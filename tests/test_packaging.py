@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from wtdp_jax.version import __version__
 
 _ROOT = Path(__file__).parents[1]
@@ -15,8 +17,8 @@ _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # jaxlib comes with jax, which pins it.
 _BROUGHT_ALONG = {"jaxlib"}
 
-# Imported inside functions by a script that does without them where they are missing.
-_OF_EXTRA_BENCH = {"jax_privacy", "opacus", "torch"}
+# Imported inside functions by single scripts.
+_OF_EXTRA = {"bench": {"jax_privacy", "opacus", "torch"}, "mutation": {"cosmic_ray"}}
 
 
 def _imported() -> set[str]:
@@ -37,17 +39,18 @@ def _names(requirements: list[str]) -> set[str]:
     return {re.split(r"[<>=\[; ]", text)[0].lower() for text in requirements}
 
 
-def test_the_extra_bench_brings_the_libraries_to_compare_with() -> None:
-    brought = _names(_PROJECT["optional-dependencies"]["bench"])
-    assert {name.replace("-", "_") for name in brought} == _OF_EXTRA_BENCH
-    assert _OF_EXTRA_BENCH <= _imported()
+@pytest.mark.parametrize("extra", _OF_EXTRA)
+def test_an_extra_brings_what_its_scripts_import(extra: str) -> None:
+    brought = _names(_PROJECT["optional-dependencies"][extra])
+    assert {name.replace("-", "_") for name in brought} == _OF_EXTRA[extra]
+    assert _OF_EXTRA[extra] <= _imported()
 
 
 def test_every_import_is_a_declared_dependency() -> None:
     declared = _names(_PROJECT["dependencies"])
     providers = importlib.metadata.packages_distributions()
     undeclared = set()
-    for name in _imported() - _OF_EXTRA_BENCH:
+    for name in _imported() - set().union(*_OF_EXTRA.values()):
         brought_by = {provider.lower().replace("_", "-") for provider in providers.get(name, ())}
         if not brought_by & (declared | _BROUGHT_ALONG):
             undeclared.add(name)

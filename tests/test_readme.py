@@ -55,7 +55,7 @@ def test_flags_exist() -> None:
 
 
 def test_files_exist() -> None:
-    named = set(re.findall(r"\b(?:wtdp_jax|experiments|tests)/[\w/.]*\w", _README))
+    named = set(re.findall(r"\b(?:wtdp_jax|experiments|tests)/[\w/.-]*\w", _README))
     assert "wtdp_jax/train.py" in named
     assert [path for path in named if not (_ROOT / path).exists()] == []
 

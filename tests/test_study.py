@@ -137,6 +137,7 @@ def test_what_is_given_takes_the_presets_place() -> None:
     grid = StudyConfig(preset="paper", steps=7, seeds=1, tasks=("sst2",)).grid()
     assert (grid.steps, grid.epochs, grid.seeds, grid.tasks) == (7, None, 1, ("sst2",))
     assert grid.models == ("gpt2", "distilgpt2")
+    assert len(grid.measured) == 3 and StudyConfig(preset="paper", measured=()).grid().measured == ()
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,8 @@ def _statistics(
         r = (jnp.exp(of_ids - log_normalizers[None]) - is_target) * weights[None]
         rows = jnp.dot(r, hidden.astype(r.dtype), precision=_HIGHEST)
     hidden_squares = jnp.sum(jnp.square(hidden.astype(parts.dtype)), -1)
-    # Squares that underflow here may count at a large cotangent; each misses less than the smallest normal number.
+    # Squares that underflow here may count at a large cotangent; each lacks less than the smallest normal
+    # number.
     missing = matrix.size * float(jnp.finfo(squares.dtype).tiny)
     return HeadStatistics(
         loss=jnp.sum(weights * token_losses),

@@ -35,13 +35,13 @@ class Inputs:
     eval_data: Encoded
 
     def fingerprints(self) -> dict[str, str]:
-        """Returns a SHA-256 of each part that the result depends on."""
+        """Returns a SHA-256 of each part that the result depends on; that of private rows is named so."""
         digest = hashlib.sha256(repr(self.model.config).encode())
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
             digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape};".encode())
             digest.update(np.ascontiguousarray(leaf).tobytes())
         return {
-            "train_data": self.train_data.fingerprint(),
+            "non_private_train_data": self.train_data.fingerprint(),
             "eval_data": self.eval_data.fingerprint(),
             "initial_model": digest.hexdigest(),
         }

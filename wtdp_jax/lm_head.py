@@ -133,7 +133,7 @@ def weighted_loss(
 
 
 def cross_entropy(logits: Float[Array, "*B V"], targets: Int[Array, "*B"]) -> Float[Array, "*B"]:
-    """-log softmax(logits)[target], in float32 or wider; NaN, as its gradient, for a target outside [0, V)."""
+    """-log softmax(logits)[target], in float32 or wider; NaN, with its gradient, outside [0, V)."""
     logits = logits.astype(jnp.promote_types(jnp.float32, logits.dtype))
     known = (targets >= 0) & (targets < logits.shape[-1])
     chosen = jnp.take_along_axis(logits, jnp.where(known, targets, 0)[..., None], axis=-1)[..., 0]

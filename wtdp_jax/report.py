@@ -47,7 +47,7 @@ class Results:
       num_trained_parameters: numbers that are trained, and noised in a private run.
       num_train_examples: training examples.
       num_eval_examples: evaluation examples.
-      num_train_cut: training texts that were cut to the maximum length.
+      non_private_num_train_cut: training texts that were cut to the maximum length.
       num_eval_cut: evaluation texts that were.
       non_private_not_finite: gradients that were not finite and contributed zero, over all steps.
       versions: of the packages that compute.
@@ -69,7 +69,7 @@ class Results:
     num_trained_parameters: int
     num_train_examples: int
     num_eval_examples: int
-    num_train_cut: int
+    non_private_num_train_cut: int
     num_eval_cut: int
     non_private_not_finite: int
     versions: dict[str, str]
@@ -166,10 +166,10 @@ def describe(results: Results, guarantee: str, folder: Path) -> str:
             f"{results.steps} steps, {results.median_step_seconds:.3g} s each (median), "
             f"{results.examples_per_second:.3g} examples/s"
         )
-    if results.num_train_cut or results.num_eval_cut:
+    if results.non_private_num_train_cut or results.num_eval_cut:
         lines.append(
-            f"texts cut to the maximum length: {results.num_train_cut} for training, "
-            f"{results.num_eval_cut} for evaluation"
+            f"texts cut to the maximum length: {results.num_eval_cut} for evaluation, "
+            f"{results.non_private_num_train_cut} (non-private) for training"
         )
     return "\n".join([*lines, guarantee, f"everything is in {folder}"])
 

@@ -23,7 +23,7 @@ import jax
 import tqdm
 
 from wtdp_jax import report
-from wtdp_jax.checkpoint import Checkpoints, TrainState
+from wtdp_jax.checkpoint import CheckpointError, Checkpoints, TrainState
 from wtdp_jax.clipping import merge, partition
 from wtdp_jax.config import TrainConfig
 from wtdp_jax.evaluate import Evaluation
@@ -69,7 +69,9 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, Inputs, Plan]:
     RunFolder(config.out).check({"settings": config.to_json()}, resume=config.resume)
     inputs = load(config)
     RunFolder(config.out).check(_record(config, inputs), resume=config.resume)
-    return config, inputs, make_plan(config, inputs)
+    plan = make_plan(config, inputs)
+    RunFolder(config.out).check(_record(config, inputs, plan), resume=config.resume)
+    return config, inputs, plan
 
 
 def run(config: TrainConfig, inputs: Inputs, plan: Plan | None = None) -> Outcome:
@@ -83,26 +85,30 @@ def run(config: TrainConfig, inputs: Inputs, plan: Plan | None = None) -> Outcom
     Raises:
       ValueError: if settings, inputs and run folder do not fit together; nothing is written then.
       BlockingIOError: if another process holds the run folder.
+      CheckpointError: if a checkpoint cannot be written, or the run has none to go on from.
       FloatingPointError: if released parameters, or a non-private loss, are not finite.
     """
     plan = make_plan(config, inputs) if plan is None else plan
     folder = RunFolder(config.out)
-    # What was calibrated is compared too: another accountant's version might find another noise multiplier.
-    record = {**_record(config, inputs), "plan": plan.to_json()}
-    with folder.claimed(record, resume=config.resume):
+    record = _record(config, inputs, plan)
+    with (
+        folder.claimed(record, resume=config.resume),
+        Checkpoints(folder.checkpoints, record) as checkpoints,
+    ):
+        steps = _Run(config, inputs, plan, folder, checkpoints)
         write_json(folder.config, record)
-        with Checkpoints(folder.checkpoints) as checkpoints:
-            steps = _Run(config, inputs, plan, folder, checkpoints)
-            if not folder.results.exists():
-                steps.take_all()
-                _finish(config, inputs, plan, folder, steps)
+        if not (folder.results.exists() and folder.privacy.exists()):
+            steps.take_all()
+            _finish(config, inputs, plan, folder, steps)
         results = report.Results(**read_json(folder.results))
     return Outcome(results=results, params=steps.params, plan=plan, folder=folder)
 
 
-def _record(config: TrainConfig, inputs: Inputs) -> Record:
-    """What the run is, as config.json keeps it: a run may only be resumed as the same."""
-    return {"settings": config.to_json(), "identity": {**inputs.fingerprints(), **report.computation()}}
+def _record(config: TrainConfig, inputs: Inputs, plan: Plan | None = None) -> Record:
+    """What the run is, as config.json and checkpoints keep it: a run may only be resumed as the same."""
+    record = {"settings": config.to_json(), "identity": {**inputs.fingerprints(), **report.computation()}}
+    # What was calibrated is compared too: another accountant's version might find another noise multiplier.
+    return record if plan is None else {**record, "plan": plan.to_json()}
 
 
 class _Run:
@@ -115,25 +121,28 @@ class _Run:
         self.batches = plan.batcher(inputs.train_data)
         self.has_dropout = inputs.model.config.dropout > 0
         self.state, self.frozen = _initial_state(config.seed, inputs.params, plan)
-        self.is_new = checkpoints.latest_step is None
-        self.done = checkpoints.latest_step or 0
-        if not self.is_new:
-            self.state = checkpoints.restore(like=self.state)
+        restored = checkpoints.restore(like=self.state)
+        self.is_new = restored is None
+        self.done, self.state = (0, self.state) if restored is None else restored
+        if self.is_new and _is_begun(folder):
+            raise CheckpointError(
+                f"{folder.path} tells of a run that has no checkpoint left: begun again, it would "
+                "spend more than it states; choose another out"
+            )
         self.sampler = plan.sampler(self.state.streams.entropy)
         self._evaluation: Evaluation | None = None
 
     def take_all(self) -> None:
         """Takes the steps that are left."""
-        with (
-            self._stating_the_guarantee(),
-            MetricsLog(self.folder.metrics, keep_through_step=-1 if self.is_new else self.done) as log,
-            tqdm.tqdm(total=self.plan.num_steps, initial=self.done, disable=None, unit="step") as progress,
-        ):
+        with MetricsLog(self.folder.metrics, keep_through_step=-1 if self.is_new else self.done) as log:
             if self.is_new:
+                # Before anything tells of steps: see `_is_begun`.
                 self._log_and_save(log, {})
-            while self.done < self.plan.num_steps:
-                self._log_and_save(log, self._take_step())
-                progress.update()
+            steps = tqdm.tqdm(total=self.plan.num_steps, initial=self.done, disable=None, unit="step")
+            with self._stating_the_guarantee(), steps as progress:
+                while self.done < self.plan.num_steps:
+                    self._log_and_save(log, self._take_step())
+                    progress.update()
 
     @property
     def params(self) -> Params:
@@ -202,8 +211,16 @@ class _Run:
         try:
             yield
         except BaseException:
-            write_json(self.folder.privacy, self.plan.guarantee("stopped", self.done))
+            # On a full disk the planned guarantee stays, which is no smaller.
+            with contextlib.suppress(OSError):
+                write_json(self.folder.privacy, self.plan.guarantee("stopped", self.done))
             raise
+
+
+def _is_begun(folder: RunFolder) -> bool:
+    """Whether steps may have been taken: none of this is there before the first checkpoint is."""
+    after = (folder.privacy, folder.predictions, folder.curves, folder.model, folder.results)
+    return any(path.exists() for path in after) or any(row["step"] for row in read_metrics(folder.metrics))
 
 
 def _initial_state(seed: int | None, params: Params, plan: Plan) -> tuple[TrainState, Params]:
@@ -238,7 +255,7 @@ def _finish(config: TrainConfig, inputs: Inputs, plan: Plan, folder: RunFolder, 
         num_trained_parameters=sum(leaf.size for leaf in jax.tree.leaves(steps.state.trained)),
         num_train_examples=len(inputs.train_data),
         num_eval_examples=len(inputs.eval_data),
-        num_train_cut=inputs.train_data.num_cut,
+        non_private_num_train_cut=inputs.train_data.num_cut,
         num_eval_cut=inputs.eval_data.num_cut,
         non_private_not_finite=sum(row.get("non_private_not_finite", 0) for row in rows),
         versions=report.versions(),

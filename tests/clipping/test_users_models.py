@@ -119,11 +119,18 @@ def _class(logits: Any, batch: Any) -> Any:
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["label"][:, None], -1)[:, 0]
 
 
+# A general dense layer is read by no module that a rule knows: its gradients are formed per example.
+_ATTENTION = {
+    f"block/attention/{name}/{leaf}"
+    for name in ("query", "key", "value", "out")
+    for leaf in ("kernel", "bias")
+}
+
 # model, inputs, loss, leaves that have no rule
 CASES: dict[str, tuple[nn.Module, Callable, Callable, set[str]]] = {
-    "tied LM": (TransformerLM(tie=True), _tokens, _next_token, set()),
-    "untied LM": (TransformerLM(tie=False), _tokens, _next_token, set()),
-    "ViT": (ViT(), _images, _class, {"token", "positions", "patches/kernel", "patches/bias"}),
+    "tied LM": (TransformerLM(tie=True), _tokens, _next_token, _ATTENTION),
+    "untied LM": (TransformerLM(tie=False), _tokens, _next_token, _ATTENTION),
+    "ViT": (ViT(), _images, _class, _ATTENTION | {"token", "positions", "patches/kernel", "patches/bias"}),
     "MLP-Mixer": (MlpMixer(), _images, _class, {"stem/kernel", "stem/bias"}),
     "text CNN": (
         TextCNN(),

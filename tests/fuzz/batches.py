@@ -1,4 +1,4 @@
-"""Batches and parameters that hypothesis draws: rows of every kind that a run may meet, and some it never should.
+"""Batches and parameters that hypothesis draws: rows of every kind that a run may meet, and some more.
 
 Dimension key: B rows, T tokens.
 """

@@ -1,4 +1,4 @@
-"""How many cases are drawn, by kind: planned in one table, counted as they run, and printed after the tests."""
+"""How many cases are drawn, by kind: planned in a table, counted as they run, printed after the tests."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -40,7 +40,9 @@ numbers = st.one_of(
 )
 strings = st.one_of(
     st.text(max_size=8),
-    st.sampled_from(("", "\n", "two\nlines", "\0", "\ud800", "\x1b[31m", "../up", "/etc", "x" * 5000, "1", "gpt2")),
+    st.sampled_from(
+        ("", "\n", "two\nlines", "\0", "\ud800", "\x1b[31m", "../up", "/etc", "x" * 5000, "1", "gpt2")
+    ),
 )
 values: st.SearchStrategy[Any] = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, strings),
@@ -84,7 +86,9 @@ def damaged_bytes(draw: Any, base: Any) -> bytes:
     what = draw(st.sampled_from(("keep", "keep", "cut", "overwrite", "insert")))
     where = draw(st.integers(0, len(content)))
     piece = draw(
-        st.one_of(st.binary(max_size=4), st.sampled_from((b"\xff", b"\0", b"\xef\xbb\xbf", b"\r", b'"', b"{", b"}")))
+        st.one_of(
+            st.binary(max_size=4), st.sampled_from((b"\xff", b"\0", b"\xef\xbb\xbf", b"\r", b'"', b"{", b"}"))
+        )
     )
     return {
         "keep": content,

@@ -16,7 +16,13 @@ from wtdp_jax.models import GPT2, Decoder, GPT2Config, Llama, LlamaConfig, from_
 Kind = Literal["gpt2", "untied", "llama", "qwen2"]
 KINDS: tuple[Kind, ...] = ("gpt2", "untied", "llama", "qwen2")
 
-_SIZES: dict[str, Any] = {"vocab_size": len(tiny.WORDS), "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+_SIZES: dict[str, Any] = {
+    "vocab_size": len(tiny.WORDS),
+    "n_positions": 8,
+    "n_embd": 8,
+    "n_layer": 2,
+    "n_head": 2,
+}
 
 
 def _model(kind: Kind) -> Decoder:

@@ -11,8 +11,9 @@ import numpy as np
 from tests.clipping import oracle
 from tests.fuzz.shapes import ROWS, Shape, compiled, gradients
 
-# Engines agree with the oracle to this, relatively, and beyond it to what an ulp of the parameters does to the
-# oracle itself: a nearly saturated softmax, or a scaled-up attention score, loses digits that no engine has.
+# Engines agree with the oracle to this, relatively, and beyond it to what an ulp of the parameters does to
+# the oracle itself: a nearly saturated softmax, or a scaled-up attention score, loses digits that no engine
+# has.
 _TOLERANCE = 1e-10
 _ULPS = 64
 # Squares below the smallest normal number vanish in an engine, or are replaced by it, so smaller norms are 0.
@@ -126,7 +127,7 @@ def _clipped(shape: Shape, gradients: Any) -> Any:
 
 
 def _assert_close(total: Any, expected: Any, nearby: list[Any]) -> None:
-    """Within tolerance of each leaf's largest entry, or of a millionth of the largest of all, see `oracle`."""
+    """Within tolerance of each leaf's largest entry, or of a millionth of the largest of all."""
     least = 1e-6 * max(float(np.max(np.abs(leaf))) for leaf in jax.tree.leaves(expected))
 
     def check(keys: Any, found: Any, wanted: np.ndarray, *others: np.ndarray) -> None:

@@ -18,9 +18,13 @@ from wtdp_jax.config import TrainConfig
 _FIELDS = [field.name for field in dataclasses.fields(TrainConfig)]
 
 _values = st.one_of(
-    st.sampled_from(("0", "1", "-1", "32", "0.5", "1e-3", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000)),
+    st.sampled_from(
+        ("0", "1", "-1", "32", "0.5", "1e-3", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000)
+    ),
     st.sampled_from(("None", "True", "full", "dp", "ghost", "adam", "1_000", "0x10", " 3", "3 ", "١")),
-    st.sampled_from(("", "(", "[", "a{99999999999}", "(" * 5000, "wte|", "\udcff", "two\nlines", "\x1b[31m", "--", "-h")),
+    st.sampled_from(
+        ("", "(", "[", "a{99999999999}", "(" * 5000, "wte|", "\udcff", "two\nlines", "\x1b[31m", "--", "-h")
+    ),
     st.text(st.characters(exclude_characters="\0"), max_size=6),
 )
 
@@ -29,8 +33,13 @@ _values = st.one_of(
 def _arguments(draw: st.DrawFn) -> list[str]:
     arguments = []
     for name in draw(st.lists(st.sampled_from(_FIELDS), min_size=1, max_size=3)):
-        flag = draw(st.sampled_from((f"--{name.replace('_', '-')}",) * 4 + (f"--{name}", f"--{name}x", f"-{name}")))
-        arguments += [flag, *draw(st.lists(_values, min_size=0, max_size=2).map(lambda found: found or ["1"]))]
+        flag = draw(
+            st.sampled_from((f"--{name.replace('_', '-')}",) * 4 + (f"--{name}", f"--{name}x", f"-{name}"))
+        )
+        arguments += [
+            flag,
+            *draw(st.lists(_values, min_size=0, max_size=2).map(lambda found: found or ["1"])),
+        ]
     return arguments
 
 

@@ -1,4 +1,4 @@
-"""Sums of clipped gradients on drawn batches, by every engine: exact, harmless, and within their sensitivity."""
+"""Clipped sums on drawn batches, by every engine: exact, harmless, and within their sensitivity."""
 
 from typing import Any
 

@@ -14,24 +14,31 @@ from tests.fuzz.loading import damaged_bytes, damaged_objects, loaded_or_refused
 from tests.fuzz.model_folders import KINDS, Kind, assert_usable, entries, load_with, sound
 
 
-
 @pytest.fixture(autouse=True, scope="module")
 def sound_folders() -> None:
     for kind in KINDS:
         sound(kind)
 
 
-_sizes = st.sampled_from((0, -1, 1, 2, 3, 8, 10, 12, 10**5, 10**9, 2**31 - 1, 2**31, 2**40, 2**63, 10**25, "8", 8.0, True, None))
+_sizes = st.sampled_from(
+    (0, -1, 1, 2, 3, 8, 10, 12, 10**5, 10**9, 2**31 - 1, 2**31, 2**40, 2**63, 10**25, "8", 8.0, True, None)
+)
 _rates = st.sampled_from((0, 0.1, -0.1, 1, 1.0, 1e-5, 1e400, float("nan"), 10**400, "0", None))
 _NEARLY = {
     **dict.fromkeys(("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"), _sizes),
-    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), _sizes),
+    **dict.fromkeys(
+        ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), _sizes
+    ),
     **dict.fromkeys(("intermediate_size", "max_position_embeddings", "head_dim"), _sizes),
-    **dict.fromkeys(("resid_pdrop", "attn_pdrop", "layer_norm_epsilon", "rms_norm_eps", "attention_dropout"), _rates),
+    **dict.fromkeys(
+        ("resid_pdrop", "attn_pdrop", "layer_norm_epsilon", "rms_norm_eps", "attention_dropout"), _rates
+    ),
     **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "partial_rotary_factor"), _rates),
     "model_type": st.sampled_from(("gpt2", "llama", "qwen2", "gpt_neo", "", None, [], {}, 1)),
     "rope_type": st.sampled_from(("default", "llama3", "yarn", None)),
-    "rope_scaling": st.sampled_from(({"type": "linear"}, {"rope_type": "llama3"}, {"two\nlines": 1}, [], "x")),
+    "rope_scaling": st.sampled_from(
+        ({"type": "linear"}, {"rope_type": "llama3"}, {"two\nlines": 1}, [], "x")
+    ),
     "tie_word_embeddings": st.sampled_from((True, False, None, 0, 1, "true")),
     "layer_types": st.sampled_from((["full_attention"] * 2, ["full_attention"], ["sliding"] * 2, 2)),
 }
@@ -56,10 +63,19 @@ def test_a_configuration_is_read_or_refused(case: tuple[Kind, bytes]) -> None:
 
 
 # What the package calls a setting that has another name in the file, and what it reads besides.
-_FIELDS = ("n_kv_head", "dropout", "rope_parameters", "quantization_config", "activation_function", "hidden_act")
+_FIELDS = (
+    "n_kv_head",
+    "dropout",
+    "rope_parameters",
+    "quantization_config",
+    "activation_function",
+    "hidden_act",
+)
 
 _dtypes = st.sampled_from(("F32", "F64", "F16", "BF16", "I32", "BOOL", "F8_E4M3", "f32", "", 1, None))
-_shapes = st.one_of(st.lists(st.sampled_from((0, 1, 2, 8, 10, 24, 2**40, 2**63, -1, "8")), max_size=4), values)
+_shapes = st.one_of(
+    st.lists(st.sampled_from((0, 1, 2, 8, 10, 24, 2**40, 2**63, -1, "8")), max_size=4), values
+)
 _offsets = st.one_of(st.lists(st.sampled_from((0, 4, 32, 320, 2**20, 2**63, -1, 1.5)), max_size=3), values)
 _tensors = {"dtype": _dtypes, "shape": _shapes, "data_offsets": _offsets, "__metadata__": values}
 
@@ -103,7 +119,9 @@ def _safetensors_files(draw: Any) -> bytes:
 @drawn("safetensors files", content=_safetensors_files())
 def test_weights_are_read_or_refused(content: bytes) -> None:
     count("safetensors files")
-    loaded = loaded_or_refused(lambda: load_with({"model.safetensors": content}), "model.safetensors", "tensor")
+    loaded = loaded_or_refused(
+        lambda: load_with({"model.safetensors": content}), "model.safetensors", "tensor"
+    )
     if loaded is not None:
         assert_usable(loaded)
 
@@ -131,7 +149,9 @@ def test_a_weight_that_is_not_finite_is_refused_by_its_tensors_name(value: float
 
 
 _shard_names = st.one_of(
-    st.sampled_from(("a.safetensors", "b.safetensors", "../a.safetensors", "/etc/a.safetensors", "none.safetensors")),
+    st.sampled_from(
+        ("a.safetensors", "b.safetensors", "../a.safetensors", "/etc/a.safetensors", "none.safetensors")
+    ),
     st.sampled_from(("a.safetensors\n", ".safetensors", "a.bin", "..", "", "é.safetensors", "A.SAFETENSORS")),
     values,
 )

@@ -1,5 +1,6 @@
 """Tables of rows, and plain texts, with anything in them: read as what they say, or refused by their line."""
 
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from wtdp_jax.data.corpus import find_text_files, pack, read_stretches
 TASK = Task(name="own", prompt="{a} then {b} it was", label_words={"0": " terrible", "1": " great"})
 
 _fields = st.one_of(
-    st.sampled_from(("good", "bad film", "", " ", "a", "0", "1", "2", "\0", '"open', "\ufeff", "\u2028", "\x85")),
+    st.sampled_from(
+        ("good", "bad film", "", " ", "a", "0", "1", "2", "\0", '"open', "\ufeff", "\u2028", "\x85")
+    ),
     st.text(max_size=6),
     st.just("word " * 2000),
 )
@@ -59,12 +62,15 @@ def test_a_table_is_read_or_refused(content: bytes) -> None:
         assert [each.name for each in Path(folder).iterdir()] == ["train.tsv"]
 
 
+_tokenizer = functools.cache(tiny.tokenizer)
+
+
 def _assert_valid(rows: Rows, content: bytes) -> None:
     assert len(rows) == content.removesuffix(b"\n").count(b"\n") >= 1
     assert set(rows.labels) <= {0, 1} and set(rows.texts) == {"a", "b"}
     texts = [text for column in rows.texts.values() for text in column]
     assert len(texts) == 2 * len(rows) and not any("\t" in text or "\n" in text for text in texts)
-    encoded = loaded_or_refused(lambda: encode(rows, TASK, tiny.tokenizer(), max_length=16), "max_length", "row")
+    encoded = loaded_or_refused(lambda: encode(rows, TASK, _tokenizer(), max_length=16), "max_length", "row")
     assert encoded is not None and len(encoded) == len(rows)
     assert encoded.arrays["ids"].shape[1] <= 16
     assert encoded.arrays["positions"].max() < encoded.arrays["ids"].shape[1]
@@ -81,12 +87,16 @@ def test_texts_are_read_or_refused(contents: list[bytes], pattern: str) -> None:
         for path, content in zip(paths, contents, strict=True):
             path.write_bytes(content)
         names = [str(path) for path in paths]
-        stretches = loaded_or_refused(lambda: read_stretches(find_text_files([f"{folder}/*.txt"], None)), *names)
+        stretches = loaded_or_refused(
+            lambda: read_stretches(find_text_files([f"{folder}/*.txt"], None)), *names
+        )
         if stretches is not None:
             assert stretches and all(stretch.strip() for stretch in stretches)
-            ids = loaded_or_refused(lambda: pack(stretches, tiny.tokenizer(), 4), "text must fill one row")
+            ids = loaded_or_refused(lambda: pack(stretches, _tokenizer(), 4), "text must fill one row")
             assert ids is None or ids.shape[1] == 4
-        loaded_or_refused(lambda: find_text_files([f"{folder}/none-{pattern}"], None), "text must name existing files")
+        loaded_or_refused(
+            lambda: find_text_files([f"{folder}/none-{pattern}"], None), "text must name existing files"
+        )
 
 
 @pytest.mark.parametrize("folder", ["../up", "/etc", "a/../../b", "..", "\0", "\ud800"])
@@ -96,4 +106,6 @@ def test_a_tasks_folder_stays_in_the_data_directory(tmp_path: Path, folder: str)
 
 
 def _load_from(folder: str, data_dir: Path) -> Rows:
-    return load_split(Task(name="own", prompt="{a}", label_words=TASK.label_words, folder=folder), "train", data_dir)
+    return load_split(
+        Task(name="own", prompt="{a}", label_words=TASK.label_words, folder=folder), "train", data_dir
+    )

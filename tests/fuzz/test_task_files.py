@@ -27,15 +27,32 @@ _nearly = {
     "prompt": st.one_of(
         strings,
         st.text("{}!:a[].\n 0", max_size=8),
-        st.sampled_from(("{a", "a}", "{}", "{a!r}", "{a:b}", "{a} ", "{a}{a}", "{{a}}", "{a[0]}", "{{{a}", "{label}")),
+        st.sampled_from(
+            (
+                "{a",
+                "a}",
+                "{}",
+                "{a!r}",
+                "{a:b}",
+                "{a} ",
+                "{a}{a}",
+                "{{a}}",
+                "{a[0]}",
+                "{{{a}",
+                "{label}",
+                "{a} \ud800",
+            )
+        ),
     ),
     "label_words": st.dictionaries(strings, strings, max_size=3),
-    "folder": st.sampled_from(("../outside", "films/../../outside", "/etc", "..", ".", "", "films", "\0", "~", "films/x")),
+    "folder": st.sampled_from(
+        ("../outside", "films/../../outside", "/etc", "..", ".", "", "films", "\0", "~", "films/x")
+    ),
     "label_column": st.sampled_from(("label", "", "a", "\ud800", "two\nlines", "x" * 5000)),
     "name": strings,
     "hub": st.dictionaries(st.sampled_from(("path", "config", "label_column", "dev_split", "x")), strings),
-    "0": strings,
-    "1": strings,
+    "0": st.one_of(strings, strings.map(" {}".format)),
+    "1": st.one_of(strings, st.sampled_from((" \ud800", " great", " terrible", " no such word"))),
     "path": strings,
 }
 

@@ -16,7 +16,7 @@ from tests.fuzz.model_folders import sound
 from wtdp_jax.data import Rows, Task, encode, load_tokenizer
 
 TASK = Task(name="own", prompt="{a} it was", label_words={"0": " terrible", "1": " great"})
-ROWS = Rows(texts={"a": ["good film", "\0 never seen", "", "😀 \ud800"]}, labels=[0, 1, 0, 1])
+ROWS = Rows(texts={"a": ["good film", "\0 never seen", "", "😀"]}, labels=[0, 1, 0, 1])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,12 +27,16 @@ def sound_folder() -> None:
 _kinds = st.sampled_from(("BPE", "WordLevel", "WordPiece", "Unigram", "ByteLevel", "Lowercase", "", 1))
 _nearly = {
     "type": _kinds,
-    "vocab": st.one_of(st.dictionaries(strings, st.integers(-2, 2**33), max_size=3), st.just({"great": 1, "terrible": 1})),
+    "vocab": st.one_of(
+        st.dictionaries(strings, st.integers(-2, 2**33), max_size=3), st.just({"great": 1, "terrible": 1})
+    ),
     "unk_token": st.one_of(strings, st.none(), st.just("[UNK]")),
     "id": st.sampled_from((-1, 0, 9, 2**31, 2**32, "1")),
     "merges": st.lists(strings, max_size=2),
     "version": strings,
-    "tokenizer_class": st.sampled_from(("PreTrainedTokenizerFast", "GPT2Tokenizer", "None", "Nowhere", "../x", 1)),
+    "tokenizer_class": st.sampled_from(
+        ("PreTrainedTokenizerFast", "GPT2Tokenizer", "None", "Nowhere", "../x", 1)
+    ),
     "auto_map": st.just({"AutoTokenizer": ["tokenizer.Own", None]}),
     "model_max_length": st.sampled_from((0, -1, 10**30, "x", None)),
     "eos_token": strings,

@@ -138,7 +138,11 @@ def test_the_usual_head_dim_may_be_said(tied, head_dim):
         ("sliding_window", 4096, "sliding_window must be None, got 4096"),
         ("quantization_config", {"bits": 4}, "quantization_config must be None, got {'bits': 4}"),
         ("head_dim", 8, "head_dim must be None or 4, got 8"),
-        ("layer_types", ["sliding_attention"] * 3, r"layer_types must be None or 3 times 'full_attention', got \['sliding"),
+        (
+            "layer_types",
+            ["sliding_attention"] * 3,
+            r"layer_types must be None or 3 times 'full_attention', got \['sliding",
+        ),
         ("num_hidden_layers", None, "num_hidden_layers in config.json must be int, got nothing"),
         ("num_key_value_heads", 3, "n_head must be a multiple of n_kv_head, got 4 and 3"),
         ("num_key_value_heads", 1, r"self_attn.k_proj.weight must have shape \(4, 16\), got \(8, 16\)"),

@@ -31,10 +31,10 @@ MARGIN_ULPS = 32
 MARGIN_ULPS_PER_POSITION = 1 / 6
 
 LOST_SQUARES = 2**40
-"""How many squares, at most, may be missing from a squared norm because each is below the smallest normal number.
+"""How many squares, at most, a squared norm may lack because each is below the smallest normal number.
 
-Those of more parameters than any model has, or of 8192 tokens at width 8192, all pairs. So no gradient whose squares
-vanish exceeds the clip norm, however small that is: norms are raised by 1e-13 in float32.
+Those of more parameters than any model has, or of 8192 tokens at width 8192, all pairs. So no gradient whose
+squares vanish exceeds the clip norm, however small that is: norms are raised by 1e-13 in float32.
 """
 
 NARROW_MARGIN = 2.0**-9

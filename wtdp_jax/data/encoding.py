@@ -19,6 +19,7 @@ from jaxtyping import Int32
 from transformers import PreTrainedTokenizerBase
 
 from wtdp_jax.data.tasks import Rows, Task
+from wtdp_jax.messages import printable
 
 Objective = Literal["next_token", "label_words", "lm"]
 
@@ -161,7 +162,11 @@ def _tokenize(
 
 def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Tokenizes in bulk, without special tokens, nor a warning about long texts (cut later)."""
-    return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    try:
+        return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    # The tokenizers library raises plain Exceptions, such as where no token stands for an unknown word.
+    except Exception as error:
+        raise ValueError(f"tokenizer must encode every text, got {printable(error)}") from error
 
 
 def _fit(lengths: Sequence[int], room: int) -> list[int]:

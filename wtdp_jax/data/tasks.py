@@ -126,6 +126,10 @@ class Task:
             raise ValueError(f"folder must be a path inside the data directory, got {self.folder!r}")
         if len(self.label_words) < 2:
             raise ValueError(f"label_words must map at least two labels, got {dict(self.label_words)}")
+        for text in (self.prompt, *self.label_words.values()):
+            # Half of a surrogate pair, such as stands for a byte that is not UTF-8 on a command line.
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise ValueError(f"prompt and label words must be valid Unicode, got {text!r}")
         for word in self.label_words.values():
             if not word[:1].isspace() or not word.strip():
                 raise ValueError(f"label word must be a word after a space, got {word!r}")

@@ -79,8 +79,9 @@ def write_folder(
 
     Raises:
       ValueError: if `folder` holds a file that the export would not replace.
+      OSError: if the disk is full.
     """
-    with _replacing(folder) as staged:
+    with _replacing(folder) as staged, _own_errors_as_os_errors(folder):
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         # transformers 4 refuses a file without this entry; "pt" is the layout torch models use.
         save_file(dict(tensors), staged / WEIGHTS, metadata={"format": "pt"})
@@ -141,6 +142,17 @@ def _replacing(folder: Path) -> Iterator[Path]:
             _check_replaceable(folder, staged)
             folder.rename(retired)
         staged.rename(folder)
+
+
+@contextlib.contextmanager
+def _own_errors_as_os_errors(folder: Path) -> Iterator[None]:
+    """Turns what safetensors and tokenizers raise about a disk into what Python does."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) not in (SafetensorError, Exception):
+            raise
+        raise OSError(f"{folder} cannot be written: {error}") from error
 
 
 def _check_replaceable(folder: Path, staged: Path) -> None:

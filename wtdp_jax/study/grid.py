@@ -16,6 +16,7 @@ FAIR_GRID = (4, 3)
 
 Loss = Literal["next_token", "label_words", "lm"]
 Engine = Literal["ghost", "bookkeeping"]
+Measured = Literal["standard", "ghost", "bookkeeping"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Grid:
     standard_engine: Literal["materialized", "microbatched"] = "materialized"
     remat: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
-    measured: tuple[Literal["standard", "ghost", "bookkeeping"], ...] = ("standard", "ghost", "bookkeeping")
+    measured: tuple[Measured, ...] = ("standard", "ghost", "bookkeeping")
     repeats: int = 5
     keep_models: bool = False
     isolate: bool = True

@@ -16,6 +16,10 @@ from typing import Any, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
+# On a CPU every call of a compiled program takes its memory anew. With these glibc keeps what was freed, and
+# the system need not fill pages with zeros again: for a model of two million parameters a third of the time.
+_ALLOCATION = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -99,6 +103,8 @@ class _Worker:
         """Makes a call; a process that dies of it is a failure."""
         if self._process is None:
             context = multiprocessing.get_context("spawn")
+            # glibc reads them when a process starts, so they must be there before; what a user set stays.
+            os.environ |= _ALLOCATION | {k: os.environ[k] for k in _ALLOCATION if k in os.environ}
             self._connection, theirs = context.Pipe()
             self._process = context.Process(
                 target=_serve, args=(theirs, self._cores, os.getpid()), daemon=True

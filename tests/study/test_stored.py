@@ -1,0 +1,55 @@
+"""The studies that are stored: their reports say what their run folders do."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from wtdp_jax.run_folder import read_json
+from wtdp_jax.study.document import write_report
+from wtdp_jax.study.folder import StudyFolder
+
+_RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+STUDIES = sorted(path.parent.name for path in _RESULTS.glob("*/cells.json"))
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_report_follows_from_its_runs(name: str, tmp_path: Path) -> None:
+    stored, copy = _RESULTS / name, tmp_path / name
+    shutil.copytree(stored, copy)
+    for path in (copy / "report.md", *copy.glob("*.csv"), *copy.glob("*.png")):
+        path.unlink()
+    write_report(StudyFolder(copy))
+    for path in (stored / "report.md", *stored.glob("*.csv")):
+        assert (copy / path.name).read_text() == path.read_text(), path.name
+    assert {path.name for path in stored.glob("*.png")} == {path.name for path in copy.glob("*.png")}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_says_how_it_was_made(name: str) -> None:
+    study = read_json(_RESULTS / name / "study.json")
+    assert study["command"].startswith("python experiments/study.py ")
+    assert re.fullmatch(r"[0-9a-f]{40}", study["commit"]) and study["date"]
+    for cell in read_json(_RESULTS / name / "cells.json"):
+        run = _RESULTS / name / cell["folder"]
+        if (run / "results.json").exists():
+            results = read_json(run / "results.json")
+            assert results["device"] and results["versions"]["jax"]
+            assert read_json(run / "config.json")["settings"]["seed"] == cell["seed"]
+
+
+def test_stored_files_are_small() -> None:
+    sizes = {path: path.stat().st_size for path in _RESULTS.rglob("*") if path.is_file()}
+    large = {path for path, size in sizes.items() if size > 500_000}
+    assert {path.parent.name for path in large} <= {"model"}
+    assert not [path for path in sizes if "checkpoints" in path.parts]
+
+
+def test_no_text_of_an_example_is_stored() -> None:
+    names = {path.name for path in _RESULTS.rglob("*.json")}
+    assert "predictions.json" not in names or all(
+        json.loads(path.read_text()).keys() == {"labels", "right"}
+        for path in _RESULTS.rglob("predictions.json")
+    )

@@ -150,6 +150,7 @@ class TrainConfig:
         for name in _POSITIVE_INTEGERS:
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
+            _require(value is None or value < 2**31, name, value, "below 2**31")
         for name in _POSITIVE_NUMBERS:
             value = getattr(self, name)
             _require(value is None or 0.0 < value < math.inf, name, value, "positive and finite")
@@ -193,11 +194,17 @@ class TrainConfig:
         return DEFAULT_EPSILON if self.epsilon is None else self.epsilon
 
     def num_steps(self, num_examples: int) -> int:
-        """Returns the number of steps on a training set of `num_examples`, rounded up to whole steps."""
+        """Returns the number of steps on a training set of `num_examples`, rounded up to whole steps.
+
+        Raises:
+          ValueError: if the epochs take more steps than can be counted.
+        """
         if self.steps is not None:
             return self.steps
         epochs = DEFAULT_EPOCHS if self.epochs is None else self.epochs
-        return math.ceil(epochs * num_examples / self.batch_size)
+        steps = epochs * num_examples / self.batch_size
+        _require(steps < 2**31, "epochs", epochs, f"below 2**31 steps of {self.batch_size} examples")
+        return math.ceil(steps)
 
     def to_json(self) -> dict[str, Any]:
         """Returns all settings as JSON values."""

@@ -227,7 +227,7 @@ def _clipped_grad(
         trainable=trainable,
         uncovered=config.uncovered,
         microbatch_size=config.microbatch_size,
-        memory_budget=None if config.memory_budget_gb is None else int(config.memory_budget_gb * 1e9),
+        memory_budget=None if config.memory_budget_gb is None else _bytes(config.memory_budget_gb),
     )
     choice = None
     if config.engine == "auto":
@@ -237,6 +237,11 @@ def _clipped_grad(
         row = {name: leaf[:1] for name, leaf in inputs.train_data.arrays.items()}
         jax.eval_shape(grad_fn, inputs.params, row)
     return grad_fn, choice
+
+
+def _bytes(gigabytes: float) -> int:
+    """Whole bytes; no more than 64 bits count."""
+    return int(min(gigabytes * 1e9, 2**62))
 
 
 def _physical_batch(config: TrainConfig, inputs: Inputs) -> dict[str, jax.ShapeDtypeStruct]:

@@ -23,7 +23,8 @@ def materialized(job: Job) -> Outcome:
 def microbatched(job: Job) -> Outcome:
     """The clipped sum by a scan of vmaps of `job.microbatch_size` examples; for any B."""
     leaf_groups = _leaf_groups(job)
-    rows, size = job.is_padding.shape[0], job.microbatch_size
+    rows = job.is_padding.shape[0]
+    size = min(job.microbatch_size, rows)
     missing = -rows % size
 
     def split(leaf: Array) -> Array:

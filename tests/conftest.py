@@ -26,8 +26,8 @@ def float64() -> Iterator[None]:
         yield
 
 
-# What was fuzzed is counted where tests run, which with pytest-xdist are processes of their own, and is printed
-# where they are summed up.
+# What was fuzzed is counted where tests run, which with pytest-xdist are processes of their own, and is
+# printed where they are summed up.
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

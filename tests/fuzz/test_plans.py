@@ -1,4 +1,4 @@
-"""Plans of drawn settings: refused in one line, or with a statement that agrees with itself and the engine."""
+"""Plans of drawn settings: refused in one line, or with a statement that agrees with itself and engine."""
 
 import dataclasses
 import json
@@ -67,7 +67,15 @@ _with_noise = st.one_of(
 @example(settings={"epsilon": 1e300, "batch_size": 4, "steps": 5})
 @example(settings={"noise_multiplier": 1e300, "batch_size": 4, "steps": 5})
 @example(settings={"noise_multiplier": 5e-324, "batch_size": 4, "steps": 5})
-@example(settings={"l2_clip_norm": 1e-300, "tied_norm": "omit", "batch_size": 4, "steps": 5, "noise_multiplier": 1.0})
+@example(
+    settings={
+        "l2_clip_norm": 1e-300,
+        "tied_norm": "omit",
+        "batch_size": 4,
+        "steps": 5,
+        "noise_multiplier": 1.0,
+    }
+)
 def test_a_plan_agrees_with_itself_or_is_refused(settings: dict[str, Any]) -> None:
     count("plans")
     plan = loaded_or_refused(lambda: _plan(settings), *_FIELDS, "num_examples", "sampling_prob")

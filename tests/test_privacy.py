@@ -130,6 +130,13 @@ def test_pld_stays_tight_over_very_many_tiny_losses() -> None:
     assert gaussian_delta(1 / mu, 1, 1.02 * epsilon) < 1e-5 < gaussian_delta(1 / mu, 1, 0.98 * epsilon)
 
 
+@pytest.mark.parametrize("steps", [10**6 + 1, 2**31 - 1])
+def test_more_steps_than_a_grid_can_hold_are_bounded_by_rdp(steps: int) -> None:
+    mechanism: dict[str, Any] = {"noise_multiplier": 1.0, "sampling_prob": 0.1, "delta": 1e-5}
+    epsilon = epsilon_pld(**mechanism, steps=steps)
+    assert epsilon == epsilon_rdp(**mechanism, steps=steps) > epsilon_pld(**mechanism, steps=10**6)
+
+
 def test_pld_of_hardly_any_noise_is_finite() -> None:
     # One step of the Gaussian mechanism at mu = 100: epsilon is about mu^2 / 2 + 4.26 mu = 5426.
     epsilon = epsilon_pld(noise_multiplier=0.01, sampling_prob=1.0, steps=1, delta=1e-5)

@@ -18,6 +18,9 @@ from dp_accounting import pld, rdp
 _CALIBRATION_TOLERANCE = 1e-3
 # Beyond this effective noise multiplier a target counts as out of reach.
 _MAX_NOISE_MULTIPLIER = 2.0**20
+# Beyond as many steps the library takes minutes, or does not end: it raises a distribution's size to this
+# power, and composes a small one step by step.
+_MAX_PLD_STEPS = 1_000_000
 _RDP_BRACKET_ORDERS = (*range(2, 65), 128, 256, 512)
 
 
@@ -43,6 +46,7 @@ def epsilon_pld(*, noise_multiplier: float, sampling_prob: float, steps: int, de
     | steps = 0 or sampling_prob = 0        | 0        |
     | noise_multiplier = 0, otherwise       | infinite |
     | delta below about 1e-14               | infinite: the distribution's cut tails weigh more |
+    | more than a million steps             | that of `epsilon_rdp` |
 
     Args:
         noise_multiplier: The noise's standard deviation over the sensitivity (the effective one).
@@ -161,6 +165,8 @@ def _pld_epsilon(
         return 0.0
     if noise_multiplier == 0:
         return math.inf
+    if steps > _MAX_PLD_STEPS:
+        return _rdp_epsilon(noise_multiplier, sampling_prob, steps, delta)
     accountant = pld.PLDAccountant(
         dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
         coarseness * _loss_interval(noise_multiplier, sampling_prob, steps),

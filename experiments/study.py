@@ -11,7 +11,7 @@ On SST-2 with a small model that pretrain.py made, in the background for hours:
 
 `--dry-run` prints the runs and an estimate of their time. Every run has a folder as finetune.py leaves it.
 Finished ones are not done again; after an interruption the same command goes on where it stopped. Every arm
-chooses learning rate and clip norm from the same grid, by accuracy on a held-out part of the TRAINING rows;
+chooses learning rate and clip norm from the same grid, by loss on a held-out part of the TRAINING rows;
 that choice costs privacy which epsilon does not count.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from wtdp_jax import cli
-from wtdp_jax.study.grid import Engine, Grid, Loss, Measured
+from wtdp_jax.study.grid import Engine, Grid, Loss, Measured, Schedule
 from wtdp_jax.study.presets import PRESETS
 
 
@@ -58,6 +58,9 @@ class StudyConfig:
 
     learning_rates: tuple[float, ...] | None = None
     """Learning rates that every arm chooses from."""
+
+    schedule: Schedule | None = None
+    """Course of the learning rate, as for finetune.py."""
 
     clip_norms: tuple[float, ...] | None = None
     """Clip norms that every private arm chooses from."""

@@ -16,11 +16,15 @@ from dp_accounting import pld, rdp
 
 # The calibrated multiplier's epsilon lies within this fraction of the target, below it.
 _CALIBRATION_TOLERANCE = 1e-3
-# Beyond this effective noise multiplier a target counts as out of reach.
+# Beyond this effective noise multiplier a target counts as out of reach, and more noise as no more.
 _MAX_NOISE_MULTIPLIER = 2.0**20
+# Less noise than this counts as none: its epsilon would be above 1e11, its square out of float64's range.
+_MIN_NOISE_MULTIPLIER = 1e-6
 # Beyond as many steps the library takes minutes, or does not end: it raises a distribution's size to this
 # power, and composes a small one step by step.
 _MAX_PLD_STEPS = 1_000_000
+# Wider grids are needed where epsilon is beyond 1e5 or so; the library overflows on very wide ones.
+_MAX_INTERVAL = 10.0
 _RDP_BRACKET_ORDERS = (*range(2, 65), 128, 256, 512)
 
 
@@ -44,9 +48,10 @@ def epsilon_pld(*, noise_multiplier: float, sampling_prob: float, steps: int, de
     | case                                  | epsilon  |
     |---------------------------------------|----------|
     | steps = 0 or sampling_prob = 0        | 0        |
-    | noise_multiplier = 0, otherwise       | infinite |
+    | noise_multiplier below 1e-6, otherwise| infinite |
+    | noise_multiplier above 2^20           | that at 2^20: less noise, a valid bound |
     | delta below about 1e-14               | infinite: the distribution's cut tails weigh more |
-    | more than a million steps             | that of `epsilon_rdp` |
+    | more than a million steps             | that of `epsilon_rdp`, as where losses reach 1e5 |
 
     Args:
         noise_multiplier: The noise's standard deviation over the sensitivity (the effective one).
@@ -163,14 +168,13 @@ def _pld_epsilon(
     """PLD epsilon on a grid `coarseness` times as wide as `_loss_interval`; a valid bound on any grid."""
     if steps == 0 or sampling_prob == 0:
         return 0.0
-    if noise_multiplier == 0:
+    if noise_multiplier < _MIN_NOISE_MULTIPLIER:
         return math.inf
-    if steps > _MAX_PLD_STEPS:
+    noise_multiplier = min(noise_multiplier, _MAX_NOISE_MULTIPLIER)
+    interval = coarseness * _loss_interval(noise_multiplier, sampling_prob, steps)
+    if steps > _MAX_PLD_STEPS or interval > _MAX_INTERVAL:
         return _rdp_epsilon(noise_multiplier, sampling_prob, steps, delta)
-    accountant = pld.PLDAccountant(
-        dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
-        coarseness * _loss_interval(noise_multiplier, sampling_prob, steps),
-    )
+    accountant = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, interval)
     return float(accountant.compose(_event(noise_multiplier, sampling_prob, steps)).get_epsilon(delta))
 
 
@@ -207,8 +211,9 @@ def _rdp_epsilon(
     """RDP epsilon over the given orders, the library's own if None."""
     if steps == 0 or sampling_prob == 0:
         return 0.0
-    if noise_multiplier == 0:
+    if noise_multiplier < _MIN_NOISE_MULTIPLIER:
         return math.inf
+    noise_multiplier = min(noise_multiplier, _MAX_NOISE_MULTIPLIER)
     accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     with _order_warnings_silenced():
         return float(accountant.compose(_event(noise_multiplier, sampling_prob, steps)).get_epsilon(delta))

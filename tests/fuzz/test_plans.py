@@ -25,7 +25,7 @@ _counts = st.sampled_from((1, 2, 7, 10, 40, 41, 1000, 0, -1, 10**6, 2**31 - 1, 2
 _patterns = st.sampled_from((None, None, "wte", "lm_head", "bias", "nothing", "(", "", "ln_f|h/"))
 _settings = st.fixed_dictionaries(
     {
-        "engine": st.sampled_from(("ghost", "bookkeeping", "materialized", "microbatched", "fast")),
+        "engine": st.sampled_from(("ghost", "bookkeeping", "materialized", "microbatched")),
         "tied_norm": st.sampled_from(("cross_term", "materialize", "omit", "omit", "triangle")),
         "clipping": st.sampled_from(("flat", "automatic", "per_layer")),
         "tie_embeddings": st.booleans(),

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.study.small import GRID
+from wtdp_jax.run_folder import write_json
 from wtdp_jax.study import arms as a
 from wtdp_jax.study import cells
 from wtdp_jax.study.cells import Cell, Series
@@ -50,6 +51,18 @@ def test_the_only_settings_are_chosen_without_a_run(tmp_path: Path) -> None:
         settled = chosen_cell(cell, choice)
         assert (settled.learning_rate, settled.l2_clip_norm) == (1e-3, norm)
     assert choose(StudyFolder(tmp_path), GRID, _series(a.TIED_EXACT)) is None
+
+
+def test_the_lowest_held_out_loss_is_chosen_among_equal_losses_the_highest_accuracy(tmp_path: Path) -> None:
+    series, folder = _series(a.TIED_EXACT), StudyFolder(tmp_path)
+    possible = cells.selection_cells(GRID, series)
+    figures = {1: (0.60, 0.9), 2: (0.50, 0.6), 3: (0.50, 0.7)}
+    for index, cell in enumerate(possible):
+        loss, accuracy = figures.get(index, (0.61, 0.95))
+        folder.run(cell).path.mkdir(parents=True)
+        write_json(folder.run(cell).results, {"loss": loss, "accuracy": accuracy})
+    choice = choose(folder, GRID, series)
+    assert choice is not None and choice["chosen"]["folder"] == possible[3].folder
 
 
 def test_lengths_are_comparable() -> None:

@@ -214,6 +214,7 @@ def train_config(
         physical_batch_size=grid.physical_batch_size,
         length_multiple=grid.length_multiple,
         learning_rate=cell.learning_rate or 0.0,
+        schedule=grid.schedule,
         evaluate_every=steps,
         checkpoint_every=max(1, steps // 3),
         seed=cell.seed,

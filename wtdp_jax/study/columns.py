@@ -73,6 +73,7 @@ CHOICES = (
     Column("series", "series"),
     Column("learning rate", "learning_rate", "g"),
     Column("clip norm", "l2_clip_norm", "g"),
+    Column("held-out loss", "held_out_loss", ".4f"),
     Column("held-out accuracy, %", "held_out_accuracy", ".2f", 0.01),
     Column("of candidates", "candidates"),
 )

@@ -16,6 +16,7 @@ FAIR_GRID = (4, 3)
 
 Loss = Literal["next_token", "label_words", "lm"]
 Engine = Literal["ghost", "bookkeeping"]
+Schedule = Literal["constant", "linear", "cosine"]
 Measured = Literal["standard", "ghost", "bookkeeping"]
 
 
@@ -31,6 +32,7 @@ class Grid:
       epsilons: targets, at delta n^-1.1, of the exact norms.
       seeds: final runs a series; their seeds are 0, 1, ...
       learning_rates: peak learning rates of adam to choose from.
+      schedule: as in `TrainConfig.schedule`.
       clip_norms: clip norms to choose from.
       batch_size: expected examples a step of private arms.
       nonprivate_batch_size: examples a step of non-private arms, which see as many examples in more steps.
@@ -60,6 +62,7 @@ class Grid:
     epsilons: tuple[float, ...] = (8.0,)
     seeds: int = 3
     learning_rates: tuple[float, ...]
+    schedule: Schedule = "constant"
     clip_norms: tuple[float, ...] = (0.1, 1.0, 10.0)
     batch_size: int = 512
     nonprivate_batch_size: int = 32

@@ -68,8 +68,9 @@ _MAY_IMPORT = {
     "trees": set(),
     "losses": set(),
     "lm_head": set(),
-    "models": {"lm_head"},
-    "data": {"embedded"},
+    "messages": set(),
+    "models": {"lm_head", "messages"},
+    "data": {"embedded", "messages"},
     "head_rules": {"rules"},
     "capture": {"rules", "lm_head"},
     "taps": {"capture", "head_rules", "lm_head", "rules"},
@@ -79,7 +80,7 @@ _MAY_IMPORT = {
     "clipping": {"capture", "compiled", "coverage", "head_rules", "rules", "taps", "trees"},
 }
 
-_COUPLED = _MAY_IMPORT.keys() - {"trees", "losses", "lm_head"}
+_COUPLED = _MAY_IMPORT.keys() - {"trees", "losses", "lm_head", "messages"}
 
 
 @pytest.mark.parametrize("part", _MAY_IMPORT)

@@ -201,6 +201,7 @@ def _log1p_scaled_expm1(scale: float, exponent: float) -> float:
     return exponent + math.log(scale + (1 - scale) * math.exp(-exponent))
 
 
+@lru_cache(maxsize=256)
 def _rdp_epsilon(
     noise_multiplier: float,
     sampling_prob: float,

@@ -117,9 +117,11 @@ def test_pld_is_the_closed_form_for_one_step(sigma: float, q: float) -> None:
     assert delta(0.999 * epsilon) > 1e-5
 
 
-def test_pld_agrees_with_a_second_composition() -> None:
-    epsilon = epsilon_pld(**SMALL)
-    assert convolved_delta(4.0, 0.1, 50, epsilon) == pytest.approx(1e-5, rel=0.01)
+@pytest.mark.parametrize("sigma", [0.7, 1.0, 4.0])
+@pytest.mark.parametrize(("q", "steps"), [(0.1, 50), (0.01, 1000), (0.03, 60), (0.5, 10)])
+def test_pld_agrees_with_a_second_composition(sigma: float, q: float, steps: int) -> None:
+    epsilon = epsilon_pld(noise_multiplier=sigma, sampling_prob=q, steps=steps, delta=1e-5)
+    assert convolved_delta(sigma, q, steps, epsilon) == pytest.approx(1e-5, rel=0.01)
 
 
 def test_pld_stays_tight_over_very_many_tiny_losses() -> None:

@@ -113,6 +113,21 @@ def test_standard_clippings_memory() -> None:
     assert times is not None and int(times[1]) == round(1 / row["over"]["materialized"]["temp_bytes"])
 
 
+def test_the_stored_audit_found_every_fault_and_no_other() -> None:
+    rows = _results("audit-quick")["rows"]
+    assert all(row["is_as_expected"] for row in rows)
+    faults = [row for row in rows if row["name"].startswith("fault: ")]
+    assert len(faults) == 5 and all(row["verdict"] == "refuted" for row in faults)
+    assert len(rows) - len(faults) >= 14
+
+
+def test_of_the_stored_mutants_every_survivor_is_explained() -> None:
+    record = _results("mutation")
+    assert len(record["rows"]) >= 200
+    assert all(row["explanation"] for row in record["rows"] if row["survived"])
+    assert max(record["baseline_seconds"].values()) <= 15
+
+
 def test_each_result_says_how_it_was_made() -> None:
     tables = sorted((_ROOT / "experiments" / "results").glob("*/table.md"))
     assert len(tables) >= 7

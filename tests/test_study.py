@@ -19,7 +19,7 @@ from wtdp_jax.run_folder import read_json
 _SCRIPT = Path(study.__file__)
 _SMALL = (
     *("--preset", "smoke", "--arms", "tied-exact", "untied-exact", "tied-naive", "tied-materialize"),
-    *("--seeds", "1", "--learning-rates", "0.01", "--steps", "4", "--batch-size", "64"),
+    *("--seeds", "1", "--learning-rates", "0.01", "0.02", "--steps", "4", "--batch-size", "64"),
 )
 
 
@@ -74,6 +74,7 @@ def test_settings_were_chosen_on_training_rows(whole: Path) -> None:
     choices = read_json(whole / "choices.json")
     assert len(choices) == 3
     for choice in choices.values():
+        assert len(choice["candidates"]) == 2
         for candidate in choice["candidates"]:
             settings = read_json(whole / candidate["folder"] / "config.json")["settings"]
             results = read_json(whole / candidate["folder"] / "results.json")
@@ -95,7 +96,8 @@ def test_a_killed_study_goes_on_to_the_same_tables(whole: Path, tmp_path: Path) 
     out = tmp_path / "killed"
     process = _script(*_SMALL, "--out", str(out), "--jobs", "2")
     deadline = time.monotonic() + 300
-    while not list(out.glob("selection/**/metrics.jsonl")) and time.monotonic() < deadline:
+    while not list(out.glob("selection/**/metrics.jsonl")):
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
@@ -127,8 +129,8 @@ def test_a_dry_run_lists_and_estimates_and_writes_nothing(whole: Path, tmp_path:
     stdout, stderr = ended.communicate()
     assert ended.returncode == 0, stderr
     lines = stdout.splitlines()
-    assert sum(line.startswith(("cells/", "selection/")) for line in lines) == 7
-    assert "7 runs, about " in stdout and "measured now for tied bookkeeping" in stdout
+    assert sum(line.startswith(("cells/", "selection/")) for line in lines) == 10
+    assert "10 runs, about " in stdout and "measured now for tied bookkeeping" in stdout
     assert not (tmp_path / "none").exists()
 
 

@@ -7,7 +7,10 @@ Draws mutants (one operator, number or condition changed) from all that cosmic-r
 in `SUITES`, applies each to a copy of the repository, and runs that module's tests, which take 15 seconds or
 less. A mutant that no test notices has survived: it is a gap in the tests, or changes nothing that matters.
 Why, is to be said in a JSON file given as --explained, {"the changed line": "why it does not matter"}. The
-exit status is 1 while a survivor is unexplained. With 240 mutants it takes about an hour on two cores.
+exit status is 1 while a survivor is unexplained. With 240 mutants it takes about half an hour on two cores.
+When tests were added, only the survivors need be tried again:
+
+    python experiments/mutation.py --again runs/mutation --explained explained.json --out runs/mutation-2
 """
 
 import ast
@@ -23,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from wtdp_jax import cli
 from wtdp_jax.benchmark import runs
@@ -73,6 +76,9 @@ class MutationConfig:
     timeout_seconds: float = 120.0
     """Time after which a mutant's tests count as failed."""
 
+    again: Path | None = None
+    """Folder of an earlier draw: its survivors are tried again, the others stay killed; None: a new draw."""
+
     explained: Path | None = None
     """JSON file of survivors that do not matter, by their changed line; None: none is explained."""
 
@@ -90,24 +96,24 @@ def main(config: MutationConfig) -> int:
     with cli.one_line_errors(ValueError, OSError):
         explained = {} if config.explained is None else read_json(config.explained)
         runs.new_folder(config.out)
-        possible = list(all_mutants(root))
-        drawn = random.Random(config.seed).sample(possible, min(config.mutants, len(possible)))
+        draw = _new_draw(root, config) if config.again is None else _earlier_draw(config.again)
         with tempfile.TemporaryDirectory() as scratch:
             with multiprocessing.get_context("spawn").Pool(
                 config.jobs, _settle, (root, Path(scratch))
             ) as pool:
                 baseline = dict(pool.map(_unchanged, sorted(set(SUITES.values()))))
-                rows = []
-                for row in pool.imap_unordered(_try, [(m, config.timeout_seconds) for m in drawn]):
+                rows = list(draw.settled)
+                for row in pool.imap_unordered(_try, [(m, config.timeout_seconds) for m in draw.untried]):
                     row["explanation"] = explained.get(row["after"]) if row["survived"] else None
                     rows.append(row)
                     outcome = "SURVIVED" if row["survived"] else "killed"
-                    print(f"{len(rows)}/{len(drawn)} {outcome}: {row['module']}: {row['after']}", flush=True)
+                    total = len(draw.settled) + len(draw.untried)
+                    print(f"{len(rows)}/{total} {outcome}: {row['module']}: {row['after']}", flush=True)
     rows.sort(key=lambda row: (row["module"], row["line"], row["operator"], row["after"]))
     record = {
         **runs.environment(),
         "settings": {name: str(value) for name, value in vars(config).items()},
-        "possible": len(possible),
+        "draw": {"possible": draw.possible, "seed": draw.seed, "commands": draw.commands},
         "baseline_seconds": baseline,
         "rows": rows,
     }
@@ -115,10 +121,47 @@ def main(config: MutationConfig) -> int:
     unexplained = [row for row in rows if row["survived"] and not row["explanation"]]
     survived = sum(row["survived"] for row in rows)
     print(
-        f"{len(rows)} of {len(possible)} mutants: {len(rows) - survived} killed, {survived} survived, "
+        f"{len(rows)} of {draw.possible} mutants: {len(rows) - survived} killed, {survived} survived, "
         f"{len(unexplained)} of them unexplained"
     )
     return 1 if unexplained else 0
+
+
+class Draw(NamedTuple):
+    """The mutants of a run.
+
+    Attributes:
+      possible: of how many they were drawn.
+      seed: of the draw.
+      commands: that led here, of earlier runs.
+      settled: rows of those that an earlier run killed.
+      untried: the others.
+    """
+
+    possible: int
+    seed: int
+    commands: list[str]
+    settled: list[dict[str, Any]]
+    untried: list[dict[str, Any]]
+
+
+def _new_draw(root: Path, config: MutationConfig) -> Draw:
+    possible = list(all_mutants(root))
+    drawn = random.Random(config.seed).sample(possible, min(config.mutants, len(possible)))
+    return Draw(len(possible), config.seed, [], [], drawn)
+
+
+def _earlier_draw(folder: Path) -> Draw:
+    """The mutants of an earlier run, of which those that survived are untried."""
+    record = read_json(folder / "results.json")
+    draw, rows = record["draw"], record["rows"]
+    return Draw(
+        draw["possible"],
+        draw["seed"],
+        [*draw["commands"], record["command"]],
+        [row for row in rows if not row["survived"]],
+        [row for row in rows if row["survived"]],
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -224,16 +267,15 @@ def _try(job: tuple[Mapping[str, Any], float]) -> dict[str, Any]:
     if result.worker_outcome != WorkerOutcome.NORMAL:
         raise RuntimeError(f"a mutant must be applied and tested, got: {result.output}")
     lines = (result.diff or "").splitlines()
-    before, after = (
-        [line[1:].strip() for line in lines if line.startswith(sign) and not line.startswith(3 * sign)]
-        for sign in "-+"
-    )
-    return {
-        **mutant,
-        "before": " ".join(before),
-        "after": " ".join(after),
-        "survived": not result.is_killed,
+    change = {
+        when: " ".join(
+            line[1:].strip() for line in lines if line.startswith(sign) and not line.startswith(3 * sign)
+        )
+        for when, sign in (("before", "-"), ("after", "+"))
     }
+    if change != {when: mutant.get(when, change[when]) for when in change}:
+        raise ValueError(f"{mutant['module']} must be as it was when its mutants were drawn, got {change}")
+    return {**mutant, **change, "survived": not result.is_killed}
 
 
 if __name__ == "__main__":

@@ -191,6 +191,7 @@ def test_default_delta() -> None:
     # 10^-1.1 = 1 / 12.589
     assert default_delta(10) == pytest.approx(0.0794328, rel=1e-6)
     assert default_delta(67_349) < 1 / 67_349
+    assert default_delta(2) == pytest.approx(0.4665165, rel=1e-6)
     with pytest.raises(ValueError, match="^num_examples must be at least 2 for a default delta, got 1$"):
         default_delta(1)
 

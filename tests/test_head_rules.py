@@ -53,6 +53,16 @@ def test_statistics(float64: None, tile: int, hold: bool) -> None:
         assert found.gradient is None
 
 
+def test_the_norm_is_raised_by_more_than_its_rounding(float64: None, tile: int) -> None:
+    hidden, matrix, targets, weights, ids = _example()
+    found = jax.jit(lambda *args: head_statistics(*args, hold=False))(hidden, matrix, targets, weights, ids)
+    r = (jax.nn.softmax(hidden @ matrix.T) - jax.nn.one_hot(targets, V)) * weights[:, None]
+    gradient = np.asarray(r.T, np.longdouble) @ np.asarray(hidden, np.longdouble)
+    parts = float(jnp.sum(jnp.sum(r**2, -1) * jnp.sum(hidden**2, -1)))
+    raised = np.longdouble(float(found.squared_norm)) - np.sum(gradient**2)
+    assert 12 < raised / (np.finfo(np.float64).eps * parts) < 20  # 16, but for the rounding itself
+
+
 def test_the_carrier_sums_a_batch(float64: None, tile: int) -> None:
     examples = [_example(seed) for seed in range(3)]
     matrix = examples[0][1]

@@ -121,3 +121,11 @@ def test_half_precision_is_summed_in_float32() -> None:
     for value in (rules.dense_squared_norm(a, d), rules.dense_squared_norm(a[:, :1], d[:, :1]) * 20):
         assert value.dtype == jnp.float32
         np.testing.assert_allclose(value, 20 * 300**2, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [((1, 8, 8), False), ((4, 8, 8), False), ((5, 8, 8), True), ((3, 4, 12), False), ((4, 4, 12), True)],
+)
+def test_which_is_smaller(sizes: tuple[int, int, int], expected: bool) -> None:
+    assert rules.gradient_is_smaller(*sizes) == expected

@@ -79,11 +79,14 @@ def test_norms_are_raised_by_what_rounding_asks() -> None:
 
 def _gradients() -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    shapes = {"h": {"layer": {"kernel": (4, 2, 3, 5), "bias": (4, 2, 5)}}, "one": {"scale": (4, 3)}}
+    shapes = {
+        "h": {"layer": {"kernel": (4, 2, 3, 5), "bias": (4, 2, 5)}},
+        "one": {"scale": (4, 3), "shift": (4,)},
+    }
     return jax.tree.map(rng.standard_normal, shapes, is_leaf=lambda shape: isinstance(shape, tuple))
 
 
-_LEAF_GROUPS = {"h/layer/kernel": _STACKED, "h/layer/bias": _STACKED, "one/scale": _ONE}
+_LEAF_GROUPS = {"h/layer/kernel": _STACKED, "h/layer/bias": _STACKED, "one/scale": _ONE, "one/shift": _ONE}
 
 
 def test_squared_norms_of_gradients() -> None:
@@ -92,7 +95,8 @@ def test_squared_norms_of_gradients() -> None:
     layer = gradients["h"]["layer"]
     stacked = np.sum(layer["kernel"] ** 2, (2, 3)) + np.sum(layer["bias"] ** 2, 2)
     np.testing.assert_allclose(found[_STACKED], stacked, rtol=1e-5)
-    np.testing.assert_allclose(found[_ONE], np.sum(gradients["one"]["scale"] ** 2, 1), rtol=1e-5)
+    one = np.sum(gradients["one"]["scale"] ** 2, 1) + gradients["one"]["shift"] ** 2
+    np.testing.assert_allclose(found[_ONE], one, rtol=1e-5)
 
 
 def test_the_weighted_sum_leaves_out_what_is_not_finite() -> None:

@@ -81,6 +81,35 @@ def test_norms_and_sum(float64: None, engine: Any, clipping: Any) -> None:
     assert per_example.loss[_PADDING] == 0
 
 
+class Stacked(nn.Module):
+    """Two dense layers, scanned."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        layer = nn.scan(
+            lambda layer, x, _: (x + layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}
+        )
+        return layer(nn.Dense(3, name="dense"), x, jnp.arange(2))[0]
+
+
+@pytest.mark.parametrize("engine", ["ghost", "bookkeeping"])
+def test_stacked_layers(float64: None, engine: Any) -> None:
+    batch = {"x": jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 3)))}
+    params = small.random_params(Stacked(), batch["x"])
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return jnp.sum(jnp.square(Stacked().apply({"params": params}, batch["x"])), (1, 2))
+
+    gradients = oracle.per_example_gradients(loss_fn, params, batch)
+    norms = oracle.norms(gradients)
+    l2_clip_norm = float(np.median(norms))
+    total, per_example = jax.jit(clipped_grad(loss_fn, engine=engine, l2_clip_norm=l2_clip_norm))(
+        params, batch
+    )
+    assert oracle.relative_error(total, _expected("flat", gradients, norms, l2_clip_norm)) < 1e-10
+    assert oracle.relative_error(per_example.norm, norms) < 1e-10
+
+
 @pytest.mark.parametrize("engine", ["ghost", "bookkeeping"])
 def test_a_batch_of_one_never_exceeds_sensitivity_in_float32(engine: Any) -> None:
     batch, _ = _batch()

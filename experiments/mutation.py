@@ -39,12 +39,19 @@ _QUICK_PRIVACY = "tests/test_privacy.py -k 'not second and not very_many and not
 SUITES = {
     "wtdp_jax/rules.py": "tests/test_rules.py",
     "wtdp_jax/head_rules.py": "tests/test_head_rules.py -k 'not 23'",
-    "wtdp_jax/clipping/factors.py": f"tests/clipping/test_factors.py {_QUICK} -k 'test_factors or edges or bookkeeping'",
-    "wtdp_jax/clipping/ghost.py": f"{_QUICK} -k ghost",
+    "wtdp_jax/clipping/factors.py": (
+        f"tests/clipping/test_factors.py {_QUICK} -k 'test_factors or edges or bookkeeping'"
+    ),
+    "wtdp_jax/clipping/ghost.py": (
+        f"{_QUICK} tests/clipping/test_sensitivity.py -k 'by_the_margin or (test_quick and ghost)'"
+    ),
     "wtdp_jax/clipping/bookkeeping.py": f"{_QUICK} -k bookkeeping",
     "wtdp_jax/clipping/materialized.py": f"{_QUICK} -k materialized",
     "wtdp_jax/clipping/layers.py": f"tests/clipping/test_layers.py {_QUICK} -k 'test_layers or ghost'",
-    "wtdp_jax/clipping/tapped.py": f"{_QUICK} -k ghost",
+    "wtdp_jax/clipping/tapped.py": (
+        f"{_QUICK} tests/clipping/test_coverage.py"
+        " -k 'programs_are_compared or refused_by_name or (test_quick and ghost)'"
+    ),
     "wtdp_jax/clipping/rounds.py": f"{_QUICK} -k bookkeeping",
     "wtdp_jax/clipping/rows.py": f"tests/clipping/test_rows.py {_QUICK} -k 'test_rows or bookkeeping'",
     "wtdp_jax/noise.py": "tests/test_noise.py",

@@ -129,3 +129,14 @@ def test_half_precision_is_summed_in_float32() -> None:
 )
 def test_which_is_smaller(sizes: tuple[int, int, int], expected: bool) -> None:
     assert rules.gradient_is_smaller(*sizes) == expected
+
+
+@pytest.mark.parametrize("sizes", [(3, 7, 5), (9, 4, 3), (1, 7, 5)])
+@pytest.mark.parametrize("large_is_a", [True, False])
+def test_squares_that_underflow_are_not_lost(sizes: tuple[int, int, int], large_is_a: bool) -> None:
+    # In float32 the squares of 1e-21 are below the smallest normal number, their products with 1e36 are not.
+    positions, features_in, features_out = sizes
+    scales = (1e18, 1e-21) if large_is_a else (1e-21, 1e18)
+    a, d = (np.full((positions, n), x) for n, x in zip((features_in, features_out), scales, strict=True))
+    found = rules.dense_squared_norm(jnp.asarray(a, jnp.float32), jnp.asarray(d, jnp.float32))
+    assert float(found) >= np.sum((a.T @ d) ** 2)

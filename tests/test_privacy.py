@@ -316,6 +316,9 @@ def test_description_says_the_figures_and_the_limits() -> None:
     text = statement.describe()
     assert f"({statement.epsilon:.4g}, 1e-05)-differentially private" in text
     assert "one training row" in text and "50 steps" in text
+    epsilon = make_statement().epsilon
+    assert f"a factor of e^{epsilon:.4g} = {math.exp(epsilon):.3g}, " in text
+    assert " = inf, " in make_statement(noise_multiplier=0.01).describe()
     assert "evaluation data" in text and "hyperparameters" in text and "two rows by one author" in text
     assert "seed" not in text and "does not hold" not in text and "1/n" not in text
 

@@ -82,18 +82,19 @@ def test_norms_and_sum(float64: None, engine: Any, clipping: Any) -> None:
 
 
 class Stacked(nn.Module):
-    """Two dense layers, scanned."""
+    """Two dense layers, scanned, after a parameter that no rule covers."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
         layer = nn.scan(
             lambda layer, x, _: (x + layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}
         )
+        x = x * self.param("gain", nn.initializers.ones, (1, 1, 3))
         return layer(nn.Dense(3, name="dense"), x, jnp.arange(2))[0]
 
 
 @pytest.mark.parametrize("engine", ["ghost", "bookkeeping"])
-def test_stacked_layers(float64: None, engine: Any) -> None:
+def test_stacked_layers_and_an_uncovered_leaf(float64: None, engine: Any) -> None:
     batch = {"x": jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 3)))}
     params = small.random_params(Stacked(), batch["x"])
 

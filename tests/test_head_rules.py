@@ -14,9 +14,9 @@ from wtdp_jax.head_rules import gradient_carrier, head_statistics
 T, S, D, V = 5, 4, 3, 23
 
 
-@pytest.fixture(params=[23, 7, 8, 1], ids="tiles of {}".format)
+@pytest.fixture(params=[23, 11, 8, 1], ids="tiles of {}".format)
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Tiles that divide the vocabulary, and that do not."""
+    """Tiles that divide the vocabulary, and that do not: one row is left over, or many."""
     monkeypatch.setattr(head_rules, "_TILE", request.param)
     yield request.param
 

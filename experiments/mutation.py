@@ -111,7 +111,7 @@ def main(config: MutationConfig) -> int:
                 baseline = dict(pool.map(_unchanged, sorted(set(SUITES.values()))))
                 rows = list(draw.settled)
                 for row in pool.imap_unordered(_try, [(m, config.timeout_seconds) for m in draw.untried]):
-                    row["explanation"] = explained.get(row["after"]) if row["survived"] else None
+                    row["explanation"] = explained.get(row["after"].strip()) if row["survived"] else None
                     rows.append(row)
                     outcome = "SURVIVED" if row["survived"] else "killed"
                     total = len(draw.settled) + len(draw.untried)

@@ -108,7 +108,8 @@ def main(config: MutationConfig) -> int:
             with multiprocessing.get_context("spawn").Pool(
                 config.jobs, _settle, (root, Path(scratch))
             ) as pool:
-                baseline = dict(pool.map(_unchanged, sorted(set(SUITES.values()))))
+                suites = sorted(set(SUITES.values()))
+                baseline = dict(pool.apply(_unchanged, (suite,)) for suite in suites)  # one at a time: timed
                 rows = list(draw.settled)
                 for row in pool.imap_unordered(_try, [(m, config.timeout_seconds) for m in draw.untried]):
                     row["explanation"] = explained.get(row["after"].strip()) if row["survived"] else None

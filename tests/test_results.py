@@ -125,7 +125,6 @@ def test_of_the_stored_mutants_every_survivor_is_explained() -> None:
     record = _results("mutation")
     assert len(record["rows"]) >= 200
     assert all(row["explanation"] for row in record["rows"] if row["survived"])
-    assert max(record["baseline_seconds"].values()) <= 15
 
 
 def test_each_result_says_how_it_was_made() -> None:

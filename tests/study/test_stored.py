@@ -40,6 +40,16 @@ def test_a_study_says_how_it_was_made(name: str) -> None:
             assert read_json(run / "config.json")["settings"]["seed"] == cell["seed"]
 
 
+def test_readme_shows_lines_of_the_stored_report() -> None:
+    readme = (_RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    section = readme.split("\n### SST-2 on a laptop\n")[1].split("\n#")[0]
+    shown = [line for line in section.splitlines() if line.startswith("|")]
+    report = (_RESULTS / "sst2-small" / "report.md").read_text(encoding="utf-8").splitlines()
+    assert len(shown) >= 6 and set(shown) <= set(report)
+    for figure in re.findall(r"\(experiments/results/(sst2-small/\S+)\)", section):
+        assert (_RESULTS / figure).exists()
+
+
 def test_stored_files_are_small() -> None:
     sizes = {path: path.stat().st_size for path in _RESULTS.rglob("*") if path.is_file()}
     large = {path for path, size in sizes.items() if size > 500_000}

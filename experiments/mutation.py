@@ -102,8 +102,9 @@ def main(config: MutationConfig) -> int:
     root = Path(__file__).resolve().parents[1]
     with cli.one_line_errors(ValueError, OSError):
         explained = {} if config.explained is None else read_json(config.explained)
-        runs.new_folder(config.out)
+        # What may be refused comes first, so that it leaves no folder behind.
         draw = _new_draw(root, config) if config.again is None else _earlier_draw(config.again)
+        runs.new_folder(config.out)
         with tempfile.TemporaryDirectory() as scratch:
             with multiprocessing.get_context("spawn").Pool(
                 config.jobs, _settle, (root, Path(scratch))

@@ -18,12 +18,12 @@ from dp_accounting import pld, rdp
 _CALIBRATION_TOLERANCE = 1e-3
 # Beyond this effective noise multiplier a target counts as out of reach, and more noise as no more.
 _MAX_NOISE_MULTIPLIER = 2.0**20
-# Less noise than this counts as none: its epsilon would be above 1e11, its square out of float64's range.
+# Less noise than this counts as none: epsilons above 1e11 say nothing, and float64 can't square much less.
 _MIN_NOISE_MULTIPLIER = 1e-6
 # Beyond as many steps the library takes minutes, or does not end: it raises a distribution's size to this
 # power, and composes a small one step by step.
 _MAX_PLD_STEPS = 1_000_000
-# Wider grids are needed where epsilon is beyond 1e5 or so; the library overflows on very wide ones.
+# Wider grids are needed where one step's loss reaches 2e6, or all steps' 1e7; the library overflows on them.
 _MAX_INTERVAL = 10.0
 _RDP_BRACKET_ORDERS = (*range(2, 65), 128, 256, 512)
 
@@ -51,7 +51,7 @@ def epsilon_pld(*, noise_multiplier: float, sampling_prob: float, steps: int, de
     | noise_multiplier below 1e-6, otherwise| infinite |
     | noise_multiplier above 2^20           | that at 2^20: less noise, a valid bound |
     | delta below about 1e-14               | infinite: the distribution's cut tails weigh more |
-    | more than a million steps             | that of `epsilon_rdp`, as where losses reach 1e5 |
+    | more than a million steps             | that of `epsilon_rdp`, as where losses exceed 2e6 |
 
     Args:
         noise_multiplier: The noise's standard deviation over the sensitivity (the effective one).

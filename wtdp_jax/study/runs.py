@@ -20,6 +20,7 @@ from wtdp_jax.plan import Plan, make_plan
 from wtdp_jax.run_folder import RunFolder, write_json
 from wtdp_jax.step import GradFn
 from wtdp_jax.study.folder import DIVERGED
+from wtdp_jax.study.grid import Measured
 
 MeasuredEngine = Literal["nonprivate", "standard", "ghost", "bookkeeping"]
 
@@ -200,18 +201,19 @@ def _loaded(config: TrainConfig) -> Inputs:
     return load(config)
 
 
-def variants_of(measured: tuple[str, ...]) -> list[Variant]:
+def variants_of(measured: tuple[Measured, ...]) -> list[Variant]:
     """The variants to measure: each engine tied and untied, and the tied norm by materializing.
 
     Args:
       measured: engines besides "nonprivate".
     """
+    engines: tuple[MeasuredEngine, ...] = ("nonprivate", *measured)
     found = [
-        Variant(f"{'tied' if tie else 'untied'} {engine}", tie, engine)  # type: ignore[arg-type]
-        for engine in ("nonprivate", *measured)
+        Variant(f"{'tied' if tie else 'untied'} {engine}", tie, engine)
+        for engine in engines
         for tie in (True, False)
     ]
     for engine in (engine for engine in measured if engine != "standard"):
         name = f"tied {engine}, materialized norm"
-        found.append(Variant(name, True, engine, "materialize"))  # type: ignore[arg-type]
+        found.append(Variant(name, True, engine, "materialize"))
     return found

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import special
 
+from wtdp_jax import accounting
 from wtdp_jax.accounting import (
     calibrate_noise_multiplier,
     effective_noise_multiplier,
@@ -120,6 +121,34 @@ def test_more_steps_than_a_grid_can_hold_are_bounded_by_rdp(steps: int) -> None:
     assert epsilon == epsilon_rdp(**mechanism, steps=steps) > epsilon_pld(**mechanism, steps=10**6)
 
 
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps", "expected"),
+    [
+        # One step's Renyi divergence of order 2 is log(1 + q^2 (e^(1 / sigma^2) - 1)); its root is a typical
+        # loss, and a tenth of that the spacing where it is below the library's.
+        (100.0, 0.01, 10, 0.1 * math.sqrt(math.log1p(1e-4 * math.expm1(1e-4)))),
+        (1.0, 0.5, 10, 1e-4),
+        # 200,000 points up to the largest loss of one step, log(1 + q (e^(10 / sigma + 1 / 2 sigma^2) - 1)).
+        (0.1, 0.5, 1, (150 + math.log(0.5)) / 2e5),
+        # A million points up to ten standard deviations above what all steps lose: log(1 + (e^100 - 1) / 4).
+        (0.1, 0.5, 10**4, (1e4 * (100 - math.log(4)) + 1e3 * math.sqrt(100 - math.log(4))) / 1e6),
+        (1.0, 0.9, 10**5, (1e5 * (d := math.log1p(0.81 * math.expm1(1))) + 1e1 * math.sqrt(1e5 * d)) / 1e6),
+    ],
+)
+def test_the_grid_is_fine_for_tiny_losses_and_coarse_for_huge(
+    sigma: float, q: float, steps: int, expected: float
+) -> None:
+    assert accounting._loss_interval(sigma, q, steps) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.4, 1.0])
+@pytest.mark.parametrize("exponent", [1e-9, 0.999, 1.0, 4.0])
+def test_losses_of_a_mixture(scale: float, exponent: float) -> None:
+    expected = math.log1p(scale * math.expm1(exponent))
+    assert accounting._log1p_scaled_expm1(scale, exponent) == pytest.approx(expected, rel=1e-12)
+    assert accounting._log1p_scaled_expm1(scale, 1e4) == pytest.approx(1e4 + math.log(scale), rel=1e-12)
+
+
 def test_pld_of_hardly_any_noise_is_finite() -> None:
     # One step of the Gaussian mechanism at mu = 100: epsilon is about mu^2 / 2 + 4.26 mu = 5426.
     epsilon = epsilon_pld(noise_multiplier=0.01, sampling_prob=1.0, steps=1, delta=1e-5)
@@ -212,6 +241,7 @@ def test_calibration_is_just_below_the_target(
         ({"delta": 1e-16}, "epsilon must be reachable with a noise multiplier up to 1048576, got .*"),
         ({"l2_clip_norm": math.inf}, "l2_clip_norm must be positive and finite with privacy, got inf"),
         ({"sensitivity": 0.0}, "sensitivity must be positive and finite with privacy, got 0.0"),
+        ({"sensitivity": math.inf}, "sensitivity must be positive and finite with privacy, got inf"),
     ],
 )
 def test_calibration_refuses_what_it_cannot_do(changes: dict[str, float], message: str) -> None:

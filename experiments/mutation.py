@@ -238,6 +238,7 @@ def _settle(root: Path, scratch: Path) -> None:
     # Compiling takes half of a suite's time. A mutant changes few programs, and those are compiled anew.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(scratch / "compiled")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # these tests need none, and loading takes seconds
 
 
 def _test_command(suite: str) -> str:

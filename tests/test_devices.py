@@ -15,6 +15,10 @@ Arrays = dict[str, np.ndarray]
 
 pytestmark = pytest.mark.slow
 
+# Random words are the same in every program. Compilers round what is made of them in different orders (jax 0.10
+# alike, 0.12 not): some units in the last place of values up to 7. Other words would differ by about 1.
+_ROUNDING = 3e-6
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Arrays:
@@ -34,12 +38,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Arrays:
 def test_a_leaf_spread_over_devices_has_the_noise_of_one_device(found: Arrays) -> None:
     parts = [found[f"split {device}"] for device in range(DEVICES)]
     assert all(part.shape == (SHAPE[0] // DEVICES, SHAPE[1]) for part in parts)
-    np.testing.assert_array_equal(np.concatenate(parts), found["alone"])
+    np.testing.assert_allclose(np.concatenate(parts), found["alone"], rtol=0, atol=_ROUNDING)
 
 
 def test_devices_that_hold_a_whole_leaf_hold_the_same_noise(found: Arrays) -> None:
     for device in range(DEVICES):
-        np.testing.assert_array_equal(found[f"whole {device}"], found["alone"])
+        np.testing.assert_array_equal(found[f"whole {device}"], found["whole 0"])
+    np.testing.assert_allclose(found["whole 0"], found["alone"], rtol=0, atol=_ROUNDING)
 
 
 def test_noise_is_independent_across_devices(found: Arrays) -> None:

@@ -125,6 +125,14 @@ def test_of_the_stored_mutants_every_survivor_is_explained() -> None:
     record = _results("mutation")
     assert len(record["rows"]) >= 200
     assert all(row["explanation"] for row in record["rows"] if row["survived"])
+    assert max(record["baseline_seconds"].values()) <= 15
+
+
+def test_the_privacy_page_says_the_measured_coverage() -> None:
+    table = (_ROOT / "experiments" / "results" / "coverage.md").read_text(encoding="utf-8")
+    share = table.strip().splitlines()[-1].split("|")[4].strip()
+    assert f"of all lines, {share} %" in (_ROOT / "wtdp_jax" / "PRIVACY.md").read_text(encoding="utf-8")
+    assert float(share) >= 95
 
 
 def test_each_result_says_how_it_was_made() -> None:

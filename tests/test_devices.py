@@ -15,8 +15,8 @@ Arrays = dict[str, np.ndarray]
 
 pytestmark = pytest.mark.slow
 
-# Random words are the same in every program. Compilers round what is made of them in different orders (jax 0.10
-# alike, 0.12 not): some units in the last place of values up to 7. Other words would differ by about 1.
+# Random words are the same in every program. Compilers round what is made of them in different orders (jax
+# 0.10 alike, 0.12 not): some units in the last place of values up to 7. Other words would differ by about 1.
 _ROUNDING = 3e-6
 
 

@@ -124,6 +124,9 @@ class TrainConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warmup; linear and cosine end at zero."""
 
+    schedule_steps: int | None = None
+    """Steps that the schedule is laid out for, of which the run takes the first; None: those it takes."""
+
     warmup_steps: int = 0
     """Steps over which the learning rate first rises from zero."""
 
@@ -216,6 +219,7 @@ _POSITIVE_INTEGERS = (
     "length_multiple",
     "microbatch_size",
     "steps",
+    "schedule_steps",
     "batch_size",
     "physical_batch_size",
     "evaluate_every",

@@ -44,6 +44,7 @@ _settings = st.fixed_dictionaries(
         "microbatch_size": _counts,
         "physical_batch_size": _counts,
         "warmup_steps": _counts,
+        "schedule_steps": _counts,
         "momentum": _numbers,
         "optimizer": st.sampled_from(("adam", "sgd")),
         "schedule": st.sampled_from(("constant", "linear", "cosine")),

@@ -94,10 +94,17 @@ def test_a_selection_run_never_sees_the_evaluation_rows() -> None:
         ),
         (a.TIED_NAIVE, {"tied_norm": "omit", "noise_multiplier": 0.7}),
         (a.TIED_MATERIALIZE, {"tied_norm": "materialize", "engine": "ghost"}),
-        (a.TIED_STANDARD, {"engine": "materialized"}),
+        # 3 steps of 20, at the learning rates of the 20.
+        (a.TIED_STANDARD, {"engine": "materialized", "steps": 3, "schedule_steps": 20}),
         (
             a.UNTIED_EXACT,
-            {"tie_embeddings": False, "trainable": None, "held_out_fraction": 0.0, "resume": True},
+            {
+                "tie_embeddings": False,
+                "trainable": None,
+                "held_out_fraction": 0.0,
+                "resume": True,
+                "schedule_steps": None,
+            },
         ),
         (a.UNTIED_FROZEN_HEAD, {"trainable": "^(?!lm_head/)"}),
         (a.UNTIED_FROZEN_EMBEDDING, {"trainable": "^(?!wte/)"}),

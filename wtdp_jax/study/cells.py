@@ -215,6 +215,8 @@ def train_config(
         length_multiple=grid.length_multiple,
         learning_rate=cell.learning_rate or 0.0,
         schedule=grid.schedule,
+        # A short run takes the first steps of a whole one, at that one's learning rates.
+        schedule_steps=private_steps(grid, num_examples, cell.purpose) if arm.is_short else None,
         evaluate_every=steps,
         checkpoint_every=max(1, steps // 3),
         seed=cell.seed,

@@ -56,7 +56,12 @@ def run(
         rows=[
             {"step": 0},
             *(
-                {"step": step, "non_private_loss": loss, "non_private_clipped_sum_norm": norm}
+                {
+                    "step": step,
+                    "non_private_loss": loss,
+                    "non_private_clipped_sum_norm": norm,
+                    "non_private_clipped_fraction": 1 / step,
+                }
                 for step, loss in enumerate(losses, start=1)
             ),
         ],

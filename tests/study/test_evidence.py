@@ -48,10 +48,12 @@ def test_a_difference_is_paired_by_seed() -> None:
 
 
 def test_the_signal_is_measured_in_norms_of_the_noise() -> None:
-    evidence_ = Evidence([fakes.run(a.TIED_EXACT, 150), fakes.run(a.TIED_STANDARD, 150)])
+    whole = fakes.run(a.TIED_EXACT, 150, losses=(1.0, 0.5))
+    evidence_ = Evidence([whole, fakes.run(a.TIED_STANDARD, 150)])
     (row,) = evidence.signal_rows(evidence_, fakes.PLACE)
     # sigma C sqrt(parameters) = 0.5 x 3 x 4 = 6
     assert row["noise_norm"] == 6.0 and row["non_private_signal_to_noise"] == 1.0
+    assert row["non_private_clipped_fraction"] == 0.75  # the mean of 1 and 1 / 2
 
 
 @pytest.mark.parametrize(("last", "same"), [(0.50009, True), (0.5002, False)])

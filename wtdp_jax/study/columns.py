@@ -45,6 +45,7 @@ SIGNAL = (
     Column("trained parameters", "parameters", ","),
     Column("norm of the noise", "noise_norm", ".4g"),
     Column("signal to noise (non-private)", "non_private_signal_to_noise", ".4g"),
+    Column("clipped, % (non-private)", "non_private_clipped_fraction", ".1f", 1e-2),
 )
 COSTS = (
     Column("step", "name"),

@@ -99,12 +99,13 @@ def _what_was_run(
     grid = study["grid"]
     machines = {json.dumps(run.results["device"], sort_keys=True) for run in finished}
     versions = {json.dumps(run.results["versions"], sort_keys=True) for run in finished}
+    seeds = ", ".join(map(str, sorted({run.cell["seed"] for run in finished}))) or "–"
     arms = "\n".join(f"- `{name}`: {ARMS[name].purpose}" for name in grid["arms"])
     return [
         "## What was run",
         f"Command: `{study.get('command', 'not known')}`, last begun {study.get('date')} at commit "
-        f"`{study.get('commit')}`; final runs have the seeds 0 to {grid['seeds'] - 1}.",
-        f"{len(finished)} final runs are finished, {len(missing)} are not. Devices: "
+        f"`{study.get('commit')}`.",
+        f"{len(finished)} final runs are finished, with the seeds {seeds}; {len(missing)} are not. Devices: "
         f"{', '.join(sorted(machines))}. "
         f"Versions: {', '.join(sorted(versions))}.",
         arms,
@@ -235,7 +236,7 @@ def _updates_and_signal(report: Report, folder: StudyFolder, found: Evidence) ->
         "The norm of the clipped sum over sigma C sqrt(parameters), the noise's norm; a mean over steps and "
         "seeds, "
         "computed from un-noised sums and so not private. Untying adds trained parameters, and noise on "
-        "each.",
+        "each. Where next to no example is clipped, the norm that clips makes no difference to the update.",
     )
     report.table("signal_to_noise", columns.SIGNAL, signal)
     if any(points for _, _, points in lines):

@@ -211,7 +211,9 @@ def accuracy_rows(evidence: Evidence, place: Place) -> list[Row]:
 
 
 def signal_rows(evidence: Evidence, place: Place) -> list[Row]:
-    """One row a noised series: the clipped sum's norm over its noise's, a mean over steps and seeds.
+    """One row a noised series: the clipped sum's norm over its noise's, and the share of examples clipped.
+
+    Both are means over steps and seeds.
 
     The noise has standard deviation sigma C on each trained number, and so a norm near sigma C
     sqrt(parameters).
@@ -222,6 +224,8 @@ def signal_rows(evidence: Evidence, place: Place) -> list[Row]:
         if not arm.has_epsilon or arm.is_short or arm.double_noise:
             continue
         ratios = [ratio for run in series.runs for _, ratio in signal_to_noise(run)]
+        shares = [row.get("non_private_clipped_fraction") for run in series.runs for row in run.rows]
+        clipped = [share for share in shares if share is not None]
         run = series.runs[0]
         rows.append(
             {
@@ -233,6 +237,7 @@ def signal_rows(evidence: Evidence, place: Place) -> list[Row]:
                 "parameters": run.results["num_trained_parameters"],
                 "noise_norm": _noise_norm(run),
                 "non_private_signal_to_noise": float(np.mean(ratios)) if ratios else None,
+                "non_private_clipped_fraction": float(np.mean(clipped)) if clipped else None,
                 "folders": series.folders,
             }
         )

@@ -224,8 +224,8 @@ def signal_rows(evidence: Evidence, place: Place) -> list[Row]:
         if not arm.has_epsilon or arm.is_short or arm.double_noise:
             continue
         ratios = [ratio for run in series.runs for _, ratio in signal_to_noise(run)]
-        shares = [row.get("non_private_clipped_fraction") for run in series.runs for row in run.rows]
-        clipped = [share for share in shares if share is not None]
+        name = "non_private_clipped_fraction"
+        clipped = [row[name] for run in series.runs for row in run.rows if row.get(name) is not None]
         run = series.runs[0]
         rows.append(
             {
@@ -236,12 +236,16 @@ def signal_rows(evidence: Evidence, place: Place) -> list[Row]:
                 "target_epsilon": series.epsilon,
                 "parameters": run.results["num_trained_parameters"],
                 "noise_norm": _noise_norm(run),
-                "non_private_signal_to_noise": float(np.mean(ratios)) if ratios else None,
-                "non_private_clipped_fraction": float(np.mean(clipped)) if clipped else None,
+                "non_private_signal_to_noise": _mean(ratios),
+                name: _mean(clipped),
                 "folders": series.folders,
             }
         )
     return rows
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def signal_to_noise(run: Run) -> list[tuple[int, float]]:

@@ -11,8 +11,8 @@ On SST-2 with a small model that pretrain.py made, in the background for hours:
 
 `--dry-run` prints the runs and an estimate of their time. Every run has a folder as finetune.py leaves it.
 Finished ones are not done again; after an interruption the same command goes on where it stopped. Every arm
-chooses learning rate and clip norm from the same grid, by loss on a held-out part of the TRAINING rows;
-that choice costs privacy which epsilon does not count.
+chooses learning rate and clip norm from the same grid, by accuracy on a held-out part of the TRAINING
+rows; that choice costs privacy which epsilon does not count.
 """
 
 import dataclasses

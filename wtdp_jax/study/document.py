@@ -253,7 +253,7 @@ def _choices(report: Report, folder: StudyFolder, grid: Mapping[str, Any]) -> No
     how = (
         f"Every arm had the same grid of {rates} learning rates and {norms} clip norms (without clipping, "
         "the "
-        f"learning rates alone), and chose by loss on {share:.0%} of the TRAINING rows, held out of "
+        f"learning rates alone), and chose by accuracy on {share:.0%} of the TRAINING rows, held out of "
         "runs that "
         f"are {part:g} times as long as the final ones and have their noise. The evaluation rows were read "
         "for the "

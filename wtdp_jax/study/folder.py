@@ -76,9 +76,9 @@ class StudyFolder:
 def choose(folder: StudyFolder, grid: Grid, series: Series) -> dict[str, Any] | None:
     """Returns what a series' selection runs say: all candidates, and the best of them.
 
-    The best has the lowest loss on the held-out rows, what every arm is trained by; of several the highest
-    accuracy. Short private runs often have the majority's accuracy, all of them, while their losses differ.
-    One that diverged is none. The only settings of a grid are chosen without a run.
+    The best has the highest accuracy on the held-out rows, which is what the study compares: under noise the
+    loss often rises while the accuracy does too. Of several, such as runs that all have the majority's, it
+    has the lowest loss. One that diverged is none. The only settings of a grid are chosen without a run.
 
     Args:
       folder: the study's.
@@ -101,7 +101,7 @@ def choose(folder: StudyFolder, grid: Grid, series: Series) -> dict[str, Any] | 
     finished = [row for row in candidates if row["held_out_loss"] is not None]
     if not finished:
         return None
-    best = min(finished, key=lambda row: (row["held_out_loss"], -row["held_out_accuracy"]))
+    best = min(finished, key=lambda row: (-row["held_out_accuracy"], row["held_out_loss"]))
     return {"chosen": best, "candidates": candidates, "epsilon": series.epsilon}
 
 

@@ -63,16 +63,18 @@ PRESETS: dict[str, Grid] = {
         tasks=("sst2",),
         arms=(*_MAIN_ARMS, *_SEPARATING_ARMS),
         epsilons=(3.0, 8.0),
-        # Large batches, since a step's noise hardly depends on the batch's size; clip norms about 15, where
-        # the label words' rows alone bring an example's gradient; a rate that falls, as their bias swings.
-        learning_rates=(2.5e-4, 5e-4, 1e-3, 2e-3),
+        # Many small steps: as many examples in few large ones learn the label words' shares and little else.
+        # Clip norms about 15, which the label words' rows alone bring a gradient's norm to: far below, all
+        # examples weigh the same, and the majority's label wins. A rate that falls, as those shares swing.
+        learning_rates=(1e-3, 2e-3, 4e-3, 8e-3),
         schedule="linear",
-        clip_norms=(5.0, 15.0, 25.0),
-        batch_size=2048,
+        clip_norms=(10.0, 15.0, 25.0),
+        batch_size=256,
         nonprivate_batch_size=128,
-        physical_batch_size=64,
-        steps=60,
-        selection_share=0.2,
+        # Small, for rows of like lengths to come together in a batch.
+        physical_batch_size=16,
+        steps=160,
+        selection_share=0.5,
         held_out_fraction=0.04,
         max_length=48,
         length_multiple=8,

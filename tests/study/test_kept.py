@@ -6,6 +6,7 @@ import pytest
 
 from experiments import report
 from tests.study import fakes
+from wtdp_jax.run_folder import read_json
 from wtdp_jax.study import arms as a
 from wtdp_jax.study.document import write_report
 from wtdp_jax.study.folder import StudyFolder
@@ -35,6 +36,15 @@ def test_a_copy_gives_the_same_report_without_what_is_large(folder: Path, tmp_pa
     assert said == (folder / "report.md").read_text()
     (kept / "report.md").unlink()
     assert write_report(StudyFolder(kept)).read_text() == said
+
+
+def test_a_run_that_has_not_ended_is_passed_over(folder: Path, tmp_path: Path) -> None:
+    ended, begun = (StudyFolder(folder).path / cell["folder"] for cell in read_json(folder / "cells.json"))
+    (begun / "results.json").unlink()
+    assert (ended / "config.json").exists() and (begun / "config.json").exists()
+    keep(StudyFolder(folder), tmp_path / "kept")
+    copies = {tmp_path / "kept" / path.relative_to(folder) for path in (ended, begun)}
+    assert {path for path in copies if path.exists()} == {tmp_path / "kept" / ended.relative_to(folder)}
 
 
 def test_an_older_copy_is_replaced(folder: Path, tmp_path: Path) -> None:

@@ -45,7 +45,10 @@ def _worth_keeping(folder: StudyFolder) -> Iterator[Path]:
     yield from sorted((folder.path / "costs").rglob("*.json"))
     for cell in read_json(folder.cells):
         run = RunFolder(folder.path / cell["folder"])
-        files = [run.config, run.results, run.path / DIVERGED]
+        ends = [path for path in (run.results, run.path / DIVERGED) if path.exists()]
+        if not ends:
+            continue
+        files = [run.config, *ends]
         if cell["purpose"] == "final":
             files += [run.privacy, run.predictions, run.metrics]
         yield from (path for path in files if path.exists())

@@ -31,7 +31,7 @@ class NormGapConfig:
     """Measures what the naive norm does to a tied model in training."""
 
     out: Path = Path("runs/norm_gap")
-    """Folder for results.json and the figure; must not exist."""
+    """Folder for results.json, table.md and the figure; must not exist."""
 
     task: str = "reviews"
     """Task, as for finetune.py."""
@@ -99,9 +99,8 @@ class NormGapConfig:
 
 
 def main(config: NormGapConfig) -> None:
-    """Trains and measures, and writes results.json and the figure."""
+    """Trains and measures, and writes results.json, table.md and the figure."""
     from wtdp_jax.benchmark import runs
-    from wtdp_jax.run_folder import write_json
 
     runs.use_cpu_fusions("dots")
     with cli.one_line_errors(ValueError, OSError, FloatingPointError):
@@ -109,11 +108,11 @@ def main(config: NormGapConfig) -> None:
         runs.new_folder(config.out)
     settings = {name: str(value) for name, value in vars(config).items()}
     record = {"settings": settings, "environment": runs.environment(), "privacy": privacy, "rows": rows}
-    write_json(config.out / "results.json", record)
+    runs.write_results(config.out, record, table(rows))
     plot(config.out / _FIGURE, rows, privacy)
     print(
         f"claimed epsilon {privacy['epsilon_claimed']:.4g}, honest epsilon of the naive norm "
-        f"{privacy['epsilon']:.4g}; results.json and {_FIGURE} are in {config.out}"
+        f"{privacy['epsilon']:.4g}; table.md, results.json and {_FIGURE} are in {config.out}"
     )
 
 
@@ -156,6 +155,30 @@ def measure(config: NormGapConfig) -> tuple[list[dict[str, Any]], dict[str, Any]
             flush=True,
         )
     return rows, naive.statement.to_json()
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The figures by step as a markdown table; all but the accuracy are non-private."""
+    from wtdp_jax.benchmark.tables import Column, markdown_table
+
+    columns = (
+        Column("step", "step"),
+        Column("accuracy, %", "eval_accuracy", ".1f", 1e-2),
+        Column("naive / exact norm: least", "least", ".4f"),
+        Column("median", "median", ".4f"),
+        Column("largest", "largest", ".4f"),
+        Column("clipped, %", "non_private_clipped_share", ".1f", 1e-2),
+        Column("beyond C, %", "non_private_share_over_c", ".1f", 1e-2),
+        Column("farthest, over C", "non_private_largest_over_c", ".4f"),
+        Column("cosine of the sums", "non_private_cosine", ".6f"),
+        Column("length, naive / exact", "non_private_length_ratio", ".4f"),
+    )
+
+    def named(row: dict[str, Any]) -> dict[str, Any]:
+        quantiles = row["non_private_ratio_quantiles"]
+        return row | {"least": quantiles["0.0"], "median": quantiles["0.5"], "largest": quantiles["1.0"]}
+
+    return markdown_table(columns, [named(row) for row in rows])
 
 
 def plot(path: Path, rows: list[dict[str, Any]], privacy: dict[str, Any]) -> None:

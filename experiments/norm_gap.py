@@ -107,7 +107,7 @@ def main(config: NormGapConfig) -> None:
         rows, privacy = measure(config)
         runs.new_folder(config.out)
     settings = {name: str(value) for name, value in vars(config).items()}
-    record = {"settings": settings, "environment": runs.environment(), "privacy": privacy, "rows": rows}
+    record = {**runs.environment(), "settings": settings, "privacy": privacy, "rows": rows}
     runs.write_results(config.out, record, table(rows))
     plot(config.out / _FIGURE, rows, privacy)
     print(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import norm_gap
 from wtdp_jax.run_folder import read_json
 from wtdp_jax.study.document import write_report
 from wtdp_jax.study.folder import StudyFolder
@@ -44,10 +45,20 @@ def test_readme_shows_lines_of_the_stored_report() -> None:
     readme = (_RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
     section = readme.split("\n### SST-2 on a laptop\n")[1].split("\n#")[0]
     shown = [line for line in section.splitlines() if line.startswith("|")]
-    report = (_RESULTS / "sst2-small" / "report.md").read_text(encoding="utf-8").splitlines()
-    assert len(shown) >= 6 and set(shown) <= set(report)
-    for figure in re.findall(r"\(experiments/results/(sst2-small/\S+)\)", section):
+    sources = (_RESULTS / "sst2-small" / "report.md", *_RESULTS.glob("norm-gap-*/table.md"))
+    stored = {line for path in sources for line in path.read_text(encoding="utf-8").splitlines()}
+    assert len(shown) >= 6 and set(shown) <= stored
+    for figure in re.findall(r"\(experiments/results/(\S+)\)", section):
         assert (_RESULTS / figure).exists()
+
+
+@pytest.mark.parametrize("loss", ["label_words", "next_token", "lm"])
+def test_what_the_naive_norm_does_is_stored(loss: str) -> None:
+    folder = _RESULTS / f"norm-gap-{loss.replace('_', '-')}"
+    record = read_json(folder / "results.json")
+    assert record["settings"]["loss"] == loss and f"--loss {loss} " in record["command"]
+    assert (folder / "table.md").read_text(encoding="utf-8") == f"{norm_gap.table(record['rows'])}\n"
+    assert (folder / "norm_gap.png").exists()
 
 
 def test_stored_files_are_small() -> None:

@@ -64,7 +64,12 @@ class StudyFolder:
 
     def is_finished(self, cell: Cell) -> bool:
         """Whether a run has ended for good."""
-        return self.run(cell).results.exists() or (self.path / cell.folder / DIVERGED).exists()
+        return self.has_ended(cell.folder)
+
+    def has_ended(self, folder: str) -> bool:
+        """Whether the run in a folder below the study's has ended for good."""
+        run = RunFolder(self.path / folder)
+        return run.results.exists() or (run.path / DIVERGED).exists()
 
     def add_cells(self, cells: Iterable[Cell]) -> None:
         """Writes runs into the list of all, over older entries of the same folders."""

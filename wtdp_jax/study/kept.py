@@ -44,11 +44,10 @@ def _worth_keeping(folder: StudyFolder) -> Iterator[Path]:
     yield from (path for path in top if path.exists())
     yield from sorted((folder.path / "costs").rglob("*.json"))
     for cell in read_json(folder.cells):
-        run = RunFolder(folder.path / cell["folder"])
-        ends = [path for path in (run.results, run.path / DIVERGED) if path.exists()]
-        if not ends:
+        if not folder.has_ended(cell["folder"]):
             continue
-        files = [run.config, *ends]
+        run = RunFolder(folder.path / cell["folder"])
+        files = [run.config, run.results, run.path / DIVERGED]
         if cell["purpose"] == "final":
             files += [run.privacy, run.predictions, run.metrics]
         yield from (path for path in files if path.exists())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
 from wtdp_jax.clipping import clipped_grad, merge, partition
@@ -148,10 +149,7 @@ def train_and_measure(plan: Plan, inputs: Inputs, gap: NormGap, *, every: int) -
 def _directions(sums: Sums) -> dict[str, float]:
     """Cosine between both clipped sums, and the naive one's length over the exact one's."""
     # In float64, so that what differs in the seventh digit is no rounding of this sum's own.
-    naive, exact = (
-        np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(total)])
-        for total in sums
-    )
+    naive, exact = (np.asarray(ravel_pytree(total)[0], np.float64) for total in sums)
     lengths = np.linalg.norm(naive), np.linalg.norm(exact)
     return {
         "non_private_cosine": float(naive @ exact / (lengths[0] * lengths[1])),

@@ -108,6 +108,7 @@ def test_a_killed_study_goes_on_to_the_same_tables(whole: Path, tmp_path: Path) 
     ended = _script(*_SMALL, "--out", str(out), "--jobs", "2")
     _, stderr = ended.communicate()
     assert ended.returncode == 0, stderr
+    assert len(read_json(out / "study.json")["begun"]) == 1
     report.main(report.ReportConfig(folder=out))
     for name in ("accuracy", "untied_minus_tied", "factors", "choices"):
         assert _rows(out / f"{name}.csv") == _rows(whole / f"{name}.csv")
@@ -116,9 +117,11 @@ def test_a_killed_study_goes_on_to_the_same_tables(whole: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_finished_study_does_nothing_again(whole: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in whole.glob("*/**/results.json")}
-    ended = _script(*_SMALL, "--out", str(whole))
+    ended = _script(*_SMALL, "--out", str(whole), "--jobs", "1")
     stdout, _ = ended.communicate()
     assert ended.returncode == 0 and "4 of 4 final runs were finished before" in stdout
+    commands = [row["command"] for row in read_json(whole / "study.json")["begun"]]
+    assert [command.endswith("--jobs 1") for command in commands] == [False, True]
     assert before == {path: path.stat().st_mtime_ns for path in before}
     ended = _script(*_SMALL, "--out", str(whole), "--steps", "5")
     _, stderr = ended.communicate()

@@ -70,7 +70,12 @@ def run(
 
 def study(folder: Path, runs: list[Run], grid: dict[str, Any]) -> None:
     """Writes what a study leaves, as far as a report reads it."""
-    write_json(folder / "study.json", {"grid": grid, "num_examples": {"t": 1000}, "data_dir": "None"})
+    begun = [
+        {"command": f"python experiments/study.py --seeds {seeds}", "date": "2026-01-01", "commit": "0" * 40}
+        for seeds in (1, 2)
+    ]
+    record = {"begun": begun, "grid": grid, "num_examples": {"t": 1000}, "data_dir": "None"}
+    write_json(folder / "study.json", record)
     write_json(folder / "cells.json", [run.cell for run in runs])
     for made in runs:
         place = folder / made.folder

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.study import fakes
-from wtdp_jax.run_folder import write_json
+from wtdp_jax.run_folder import read_json, write_json
 from wtdp_jax.study import arms as a
 from wtdp_jax.study.document import write_report
 from wtdp_jax.study.folder import StudyFolder
@@ -22,13 +22,14 @@ _RIGHTS = {
     a.TIED_MATERIALIZE: 130,
     a.UNTIED_FROZEN_HEAD: 155,
 }
+_GRID = PRESETS["smoke"].to_json()
 _VARIANTS = {"tied nonprivate": 10, "untied nonprivate": 12, "tied ghost": 11, "untied ghost": 13}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     runs = [fakes.run(arm, rights + seed, seed=seed) for arm, rights in _RIGHTS.items() for seed in (0, 1)]
-    fakes.study(tmp_path, runs, PRESETS["smoke"].to_json())
+    fakes.study(tmp_path, runs, _GRID)
     cost = {
         "physical_batch_size": 8,
         "length": 16,
@@ -46,6 +47,16 @@ def folder(tmp_path: Path) -> Path:
 def _rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_a_study_that_grew_names_every_command_and_every_arm(folder: Path) -> None:
+    arms = [a.TIED_EXACT, a.UNTIED_TIED_CHOICE]
+    write_json(folder / "study.json", read_json(folder / "study.json") | {"grid": {**_GRID, "arms": arms}})
+    report = write_report(StudyFolder(folder)).read_text()
+    for seeds in (1, 2):
+        assert f"\n- `python experiments/study.py --seeds {seeds}`, last begun 2026-01-01 at " in report
+    for arm in (*_RIGHTS, a.UNTIED_TIED_CHOICE):
+        assert report.count(f"\n- `{arm}`: ") == 1
 
 
 def test_the_report_has_every_part_and_the_known_numbers(folder: Path) -> None:

@@ -31,8 +31,10 @@ def test_a_report_follows_from_its_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_says_how_it_was_made(name: str) -> None:
     study = read_json(_RESULTS / name / "study.json")
-    assert study["command"].startswith("python experiments/study.py ")
-    assert re.fullmatch(r"[0-9a-f]{40}", study["commit"]) and study["date"]
+    assert study["begun"]
+    for row in study["begun"]:
+        assert row["command"].startswith("python experiments/study.py ")
+        assert re.fullmatch(r"[0-9a-f]{40}", row["commit"]) and row["date"]
     for cell in read_json(_RESULTS / name / "cells.json"):
         run = _RESULTS / name / cell["folder"]
         if (run / "results.json").exists():

@@ -60,9 +60,7 @@ class Study:
         self._refuse_other_settings(sizes)
         self.folder.path.mkdir(parents=True, exist_ok=True)
         record = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": report.commit(),
+            "begun": self._begun(),
             "grid": self.grid.to_json(),
             "num_examples": sizes,
             "data_dir": str(self.data_dir),
@@ -76,6 +74,16 @@ class Study:
         failures += self._train(selection, sizes)
         failures += self._train(self._chosen(failures), sizes)
         return failures
+
+    def _begun(self) -> list[dict[str, Any]]:
+        """The commands that the study was begun with, in their order: it may grow by arms or seeds."""
+        now = {
+            "command": shlex.join(["python", *sys.argv]),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": report.commit(),
+        }
+        before = read_json(self.folder.study)["begun"] if self.folder.study.exists() else []
+        return [*(row for row in before if row["command"] != now["command"]), now]
 
     def _sizes(self) -> dict[str, int]:
         """Training rows of each task."""

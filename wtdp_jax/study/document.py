@@ -100,11 +100,15 @@ def _what_was_run(
     machines = {json.dumps(run.results["device"], sort_keys=True) for run in finished}
     versions = {json.dumps(run.results["versions"], sort_keys=True) for run in finished}
     seeds = ", ".join(map(str, sorted({run.cell["seed"] for run in finished}))) or "–"
-    arms = "\n".join(f"- `{name}`: {ARMS[name].purpose}" for name in grid["arms"])
+    known = {run.cell["arm"] for run in finished} | {*grid["arms"]}
+    arms = "\n".join(f"- `{name}`: {ARMS[name].purpose}" for name in ARMS if name in known)
+    begun = "\n".join(
+        f"- `{row['command']}`, last begun {row['date']} at commit `{row['commit']}`"
+        for row in study["begun"]
+    )
     return [
         "## What was run",
-        f"Command: `{study.get('command', 'not known')}`, last begun {study.get('date')} at commit "
-        f"`{study.get('commit')}`.",
+        begun,
         f"{len(finished)} final runs are finished, with the seeds {seeds}; {len(missing)} are not. Devices: "
         f"{', '.join(sorted(machines))}. "
         f"Versions: {', '.join(sorted(versions))}.",

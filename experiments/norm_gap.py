@@ -108,7 +108,7 @@ def main(config: NormGapConfig) -> None:
         runs.new_folder(config.out)
     settings = {name: str(value) for name, value in vars(config).items()}
     record = {**runs.environment(), "settings": settings, "privacy": privacy, "rows": rows}
-    runs.write_results(config.out, record, table(rows))
+    runs.write_results(config.out, record, f"{table(rows)}\n\n{caption(record)}")
     plot(config.out / _FIGURE, rows, privacy)
     print(
         f"claimed epsilon {privacy['epsilon_claimed']:.4g}, honest epsilon of the naive norm "
@@ -179,6 +179,20 @@ def table(rows: list[dict[str, Any]]) -> str:
         return row | {"least": quantiles["0.0"], "median": quantiles["0.5"], "largest": quantiles["1.0"]}
 
     return markdown_table(columns, [named(row) for row in rows])
+
+
+def caption(record: dict[str, Any]) -> str:
+    """What must be known of a table to read it: how short the run was, and its epsilons."""
+    from wtdp_jax.study.evidence import DEMONSTRATION_BELOW
+
+    settings, privacy = record["settings"], record["privacy"]
+    gradients = int(settings["steps"]) * int(settings["batch_size"])
+    demonstration = " (a demonstration)" if gradients < DEMONSTRATION_BELOW else ""
+    return (
+        f"Loss `{settings['loss']}`, {gradients:,} example gradients{demonstration}, "
+        f"C {settings['l2_clip_norm']}, claimed epsilon {privacy['epsilon_claimed']:.3g}, honest epsilon "
+        f"{privacy['epsilon']:.3g}. All but the accuracy is non-private."
+    )
 
 
 def plot(path: Path, rows: list[dict[str, Any]], privacy: dict[str, Any]) -> None:

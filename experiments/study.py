@@ -13,16 +13,24 @@ On SST-2 with a small model that pretrain.py made, in the background for hours:
 Finished ones are not done again; after an interruption the same command goes on where it stopped. Every arm
 chooses learning rate and clip norm from the same grid, by accuracy on a held-out part of the TRAINING
 rows; that choice costs privacy which epsilon does not count.
+
+The exit status is 0 when every run is finished, 2 if nothing was run because of bad input, and 1 if a run
+failed or a final run diverged. A selection run may diverge: its settings are not chosen, and the status is 0.
 """
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from wtdp_jax import cli
+from wtdp_jax.study.cells import Cell, Purpose
 from wtdp_jax.study.grid import Engine, Grid, Loss, Measured, Schedule
 from wtdp_jax.study.presets import PRESETS
+
+_NAMED = 5
+"""Folders that a line names of runs that diverged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,9 +147,29 @@ def main(config: StudyConfig) -> int:
         print(f"error: {failure}", file=sys.stderr)
     if failures:
         print(f"error: {len(failures)} failed; the same command tries them again", file=sys.stderr)
+    diverged = _diverged(study.diverged())
+    for line in diverged.values():
+        print(line, file=sys.stderr)
+    if failures or "final" in diverged:
         return 1
     print(f"all runs are finished: python experiments/report.py {config.out}")
     return 0
+
+
+def _diverged(cells: Sequence[Cell]) -> dict[Purpose, str]:
+    """A line on the runs of each purpose that diverged, with their folders if they are few."""
+    said: dict[Purpose, str] = {
+        "selection": "note: {} diverged, whose settings are not chosen: {}",
+        "final": "error: {} diverged, and the same command does not try again: {}",
+    }
+    lines = {}
+    for purpose, line in said.items():
+        folders = [cell.folder for cell in cells if cell.purpose == purpose]
+        if folders:
+            named = [*folders[:_NAMED], *(["..."] if len(folders) > _NAMED else [])]
+            count = f"{len(folders)} {purpose} run{'s' if len(folders) > 1 else ''}"
+            lines[purpose] = line.format(count, ", ".join(named))
+    return lines
 
 
 if __name__ == "__main__":

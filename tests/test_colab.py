@@ -161,7 +161,7 @@ def test_the_default_flags_are_a_demonstration_of_the_preset() -> None:
     assert longest(grid) < DEMONSTRATION_BELOW < longest(whole)
     # What the text beside it says of both.
     assert (grid.seeds, grid.steps, len(grid.learning_rates)) == (1, 10, 2)
-    assert (whole.seeds, len(whole.learning_rates) * len(whole.clip_norms)) == (2, 12)
+    assert (whole.seeds, len(whole.learning_rates) * len(whole.clip_norms)) == (3, 12)
     assert "python experiments/study.py --preset colab" in _cell(_read(), "about-study").source
 
 

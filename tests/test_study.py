@@ -15,6 +15,8 @@ from experiments import report, study
 from experiments.study import StudyConfig
 from wtdp_jax import cli
 from wtdp_jax.run_folder import read_json
+from wtdp_jax.study import conduct
+from wtdp_jax.study.cells import Purpose, cells_of
 
 _SCRIPT = Path(study.__file__)
 _SMALL = (
@@ -129,6 +131,21 @@ def test_a_finished_study_does_nothing_again(whole: Path) -> None:
 
 
 @pytest.mark.slow
+def test_another_model_of_the_same_name_is_refused(whole: Path) -> None:
+    """Here a trained one."""
+    (cell,) = [
+        cell for cell in read_json(whole / "cells.json") if cell["folder"].startswith("cells/embedded/")
+    ][:1]
+    other = whole / cell["folder"] / "model"
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    ended = _script(*_SMALL, "--models", f"embedded={other}", "--out", str(whole))
+    stdout, stderr = ended.communicate()
+    assert ended.returncode == 2 and not stdout and stderr.count("\n") == 1
+    assert stderr.startswith("error: model embedded must be that of ") and f", got {other} (finger" in stderr
+    assert before == {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+
+
+@pytest.mark.slow
 def test_a_dry_run_lists_and_estimates_and_writes_nothing(whole: Path, tmp_path: Path) -> None:
     ended = _script(*_SMALL, "--out", str(tmp_path / "none"), "--dry-run")
     stdout, stderr = ended.communicate()
@@ -137,6 +154,39 @@ def test_a_dry_run_lists_and_estimates_and_writes_nothing(whole: Path, tmp_path:
     assert sum(line.startswith(("cells/", "selection/")) for line in lines) == 10
     assert "10 runs, about " in stdout and "measured now for tied bookkeeping" in stdout
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("diverged", "status", "line"),
+    [
+        ({"selection": 0}, 0, ""),
+        ({"selection": 1}, 0, "note: 1 selection run diverged, whose settings are not chosen: selection/"),
+        ({"final": 2}, 1, "error: 2 final runs diverged, and the same command does not try again: cells/"),
+        ({"selection": 7}, 0, "note: 7 selection runs diverged, whose settings are not chosen: selection/"),
+    ],
+)
+def test_a_final_run_that_diverged_is_no_success(
+    diverged: dict[Purpose, int],
+    status: int,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = StudyConfig(out=tmp_path, arms=("tied-exact",), seeds=7, clip_norms=(1.0, 2.0, 3.0, 4.0))
+    cells = list(cells_of(config.grid()))
+    gone = [
+        cell for purpose, n in diverged.items() for cell in [c for c in cells if c.purpose == purpose][:n]
+    ]
+    for cell in gone:
+        (tmp_path / cell.folder).mkdir(parents=True)
+        (tmp_path / cell.folder / "diverged.json").touch()
+    monkeypatch.setattr(conduct.Study, "conduct", lambda study: [])
+    assert study.main(config) == status
+    stdout, stderr = capsys.readouterr()
+    assert stdout.startswith("all runs are finished: ") == (status == 0)
+    assert stderr.startswith(line) and stderr.count("\n") == bool(line)
+    assert stderr.count("/tied-exact/") == min(len(gone), 5) and ("..." in stderr) == (len(gone) > 5)
 
 
 def test_what_is_given_takes_the_presets_place() -> None:

@@ -68,6 +68,16 @@ def run(
     )
 
 
+def _identity(run: Run) -> dict[str, str]:
+    """Fingerprints of what it began with: those of tied and untied models differ."""
+    tie = a.ARMS[run.cell["arm"]].tie
+    return {
+        "initial_model": "tied model" if tie else "untied model",
+        "non_private_train_data": "training rows",
+        "eval_data": "evaluation rows",
+    }
+
+
 def study(folder: Path, runs: list[Run], grid: dict[str, Any]) -> None:
     """Writes what a study leaves, as far as a report reads it."""
     begun = [
@@ -82,7 +92,7 @@ def study(folder: Path, runs: list[Run], grid: dict[str, Any]) -> None:
         place.mkdir(parents=True)
         write_json(place / "results.json", made.results)
         write_json(place / "privacy.json", made.privacy)
-        write_json(place / "config.json", {"settings": made.settings})
+        write_json(place / "config.json", {"settings": made.settings, "identity": _identity(made)})
         write_json(place / "predictions.json", {"labels": made.labels, "right": made.right})
         lines = [f"{row}\n".replace("'", '"') for row in made.rows]
         (place / "metrics.jsonl").write_text("".join(lines))

@@ -23,12 +23,26 @@ def test_pairing_takes_out_what_both_share() -> None:
     assert interval(first).high - interval(first).low > 0.08
 
 
-def test_seeds_are_resampled_too() -> None:
-    # Examples all alike, seeds apart: the interval spans the seeds' means.
-    values = np.tile([[0.0], [1.0]], (1, 50))
+def test_where_seeds_alone_differ_it_is_students() -> None:
+    values = np.tile([[0.0], [1.0], [2.0]], (1, 50))
     found = interval(values)
-    assert found == Interval(0.5, 0.0, 1.0)
+    # The 97.5% quantile of Student's t with 2 degrees of freedom is 4.303; the standard error 1 / sqrt(3).
+    assert found.mean == 1.0
+    assert (found.high - 1.0, 1.0 - found.low) == pytest.approx((4.303 / 3**0.5,) * 2, rel=1e-2)
     assert interval(values[:1]) == Interval(0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("num_seeds", "spread"), [(2, 0.2), (3, 0.2), (5, 0.2), (3, 0.02), (3, 0.0)])
+def test_it_covers_the_truth_as_often_as_it_says(num_seeds: int, spread: float) -> None:
+    rng = np.random.default_rng(num_seeds)
+    trials = 200
+    covered = 0
+    for _ in range(trials):
+        seeds = rng.normal(scale=spread, size=(num_seeds, 1))
+        examples = rng.integers(-1, 2, size=(1, 100))
+        covered += interval(seeds + examples).includes(0.0)
+    # 0.95 less three standard errors of the trials.
+    assert covered / trials > 0.95 - 3 * (0.05 * 0.95 / trials) ** 0.5
 
 
 def test_it_is_the_same_every_time_and_ends_belong_to_it() -> None:

@@ -12,10 +12,11 @@ def _rows(runs: list, arm: str) -> dict:
 
 
 def test_an_accuracy_has_mean_deviation_and_folders() -> None:
-    row = _rows([fakes.run(a.TIED_EXACT, 140), fakes.run(a.TIED_EXACT, 150, seed=1)], a.TIED_EXACT)
-    assert row["accuracy"] == 72.5 and row["deviation"] == pytest.approx(2.5 * 2**0.5)
-    assert row["low"] < 72.5 < row["high"] and row["majority"] == 50 and row["seeds"] == 2
-    assert row["examples"] == 25600 and row["says"] == "–" and len(row["folders"]) == 2
+    rights = (140, 145, 150)
+    row = _rows([fakes.run(a.TIED_EXACT, value, seed=s) for s, value in enumerate(rights)], a.TIED_EXACT)
+    assert row["accuracy"] == pytest.approx(72.5) and row["deviation"] == pytest.approx(2.5)
+    assert row["low"] < 72.5 < row["high"] and row["majority"] == 50 and row["seeds"] == 3
+    assert row["examples"] == 25600 and row["says"] == "–" and len(row["folders"]) == 3
     assert (row["epsilon"], row["learning_rate"], row["l2_clip_norm"]) == (8.0, 1e-3, 3.0)
 
 
@@ -65,8 +66,49 @@ def test_a_short_run_is_compared_step_by_step(last: float, same: bool) -> None:
     assert row["non_private_largest_loss_difference"] == pytest.approx(last - 0.5)
 
 
+def test_an_interval_of_an_accuracy_is_one() -> None:
+    row = _rows([fakes.run(a.TIED_EXACT, 140 + 59 * seed, seed=seed) for seed in range(2)], a.TIED_EXACT)
+    assert (row["low"], row["high"]) == (0.0, 100.0)
+    assert row["says"] == "cannot tell: not above the majority rate"
+
+
+def test_a_single_seed_tells_nothing_of_a_difference() -> None:
+    found = difference(
+        Evidence([fakes.run(a.UNTIED_EXACT, 160), fakes.run(a.TIED_EXACT, 130)]),
+        *(fakes.PLACE, a.UNTIED_EXACT, a.TIED_EXACT, 8.0),
+    )
+    assert found is not None and contrasts.verdict(found) == "cannot tell: a single seed"
+
+
 def _all_arms(**rights: int) -> Evidence:
-    return Evidence([fakes.run(name.replace("_", "-"), value) for name, value in rights.items()])
+    return Evidence(
+        [fakes.run(name.replace("_", "-"), value, seed=s) for name, value in rights.items() for s in range(3)]
+    )
+
+
+def test_arms_that_predict_the_same_are_not_told_apart() -> None:
+    found = _all_arms(tied_exact=150, tied_naive=150, untied_exact=160)
+    same = difference(found, fakes.PLACE, a.TIED_EXACT, a.TIED_NAIVE, 8.0)
+    assert same is not None and contrasts.verdict(same) == "the same predictions: nothing to tell apart"
+    exact, naive = claims.accuracy_claims(found)
+    assert naive["verdict"].endswith("says nothing of its norm")
+    assert not exact["verdict"].endswith("says nothing of its norm")
+
+
+def test_a_path_is_over_the_seeds_that_all_its_arms_have() -> None:
+    arms = {a.TIED_NAIVE: 140, a.TIED_EXACT: 144, a.TIED_DOUBLE_NOISE: 138, a.UNTIED_EXACT: 160}
+    runs = [
+        fakes.run(arm, value + 3 * seed * (arm == a.TIED_EXACT), seed=seed)
+        for arm, value in arms.items()
+        for seed in range(2 if arm == a.TIED_NAIVE else 4)
+    ]
+    rows = contrasts.factor_rows(Evidence(runs), fakes.PLACE, 8.0)
+    *path, gap = [row for row in rows if row["part"] != "by itself"]
+    assert {row["seeds"] for row in (*path, gap)} == {2}
+    assert sum(row["points"] for row in path) == pytest.approx(gap["points"])
+    runs = [run for run in runs if run.cell["arm"] != a.TIED_DOUBLE_NOISE]
+    rows = contrasts.factor_rows(Evidence(runs), fakes.PLACE, 8.0)
+    assert not [row for row in rows if row["part"] != "by itself"]
 
 
 def test_the_paths_factors_add_up_to_the_gap() -> None:
@@ -109,9 +151,13 @@ def test_memory_is_judged_against_each_baseline() -> None:
         "untied ghost": 130,
         "tied ghost, materialized norm": 400,
     }
-    cost = {"rows": [{"name": name, "step_bytes": size} for name, size in sizes.items()]}
+    cost = {
+        **{"physical_batch_size": 8, "length": 16, "tied_parameters": 1_500_000},
+        "rows": [{"name": name, "step_bytes": size} for name, size in sizes.items()],
+    }
     rows = claims.memory_claims({"costs/m/t/lm.json": cost})
     assert [round(row["saving"], 1) for row in rows] == [-20.0, -50.0, 67.5, -18.2, 87.0]
     verdicts = [row["verdict"].partition(" ")[0] for row in rows]
     assert verdicts == ["did", "did", "reproduced", "did", "reproduced"]
+    assert {row["size"] for row in rows} == {"B 8, T 16, 1.5M tied parameters"}
     assert {row["place"] for row in rows} == {"m, t, lm"} and rows[0]["folders"] == ["costs/m/t/lm.json"]

@@ -8,6 +8,7 @@ from experiments import report
 from tests.study import fakes
 from wtdp_jax.run_folder import read_json
 from wtdp_jax.study import arms as a
+from wtdp_jax.study import kept as kept_module
 from wtdp_jax.study.document import write_report
 from wtdp_jax.study.folder import StudyFolder
 from wtdp_jax.study.kept import keep
@@ -70,3 +71,63 @@ def test_other_files_are_not_removed(
     assert (folder / "cells.json").exists()
     with pytest.raises(ValueError, match="must hold a study"):
         keep(StudyFolder(other), tmp_path / "new")
+
+
+@pytest.mark.parametrize("place", [".", "..", "kept", "cells/m"])
+def test_neither_is_inside_of_the_other(place: str, folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    (folder.parent / "cells.json").write_text("[]")  # passes for a study
+    with pytest.raises(ValueError, match="neither inside of it nor around it, got"):
+        keep(StudyFolder(folder), folder / place)
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "compiled/program",
+        "cells/m/t/label_words/tied-exact/8.0/seed-0/checkpoints/3/state",
+        "cells/m/t/label_words/tied-exact/8.0/seed-0/model/model.safetensors",
+        "selection/m/t/label_words/tied-exact/8.0/lr-0.1/.lock",
+        "README.md",
+    ],
+)
+def test_a_study_that_is_worked_on_is_not_removed(made: str, folder: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    keep(StudyFolder(folder), kept)
+    (kept / made).parent.mkdir(parents=True, exist_ok=True)
+    (kept / made).touch()
+    with pytest.raises(ValueError, match="keep must hold nothing but an older copy") as refusal:
+        keep(StudyFolder(folder), kept)
+    assert str(refusal.value).endswith(f"got {kept} with {made}") and (kept / made).exists()
+
+
+def test_a_copy_that_fails_midway_leaves_the_older_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept"
+    keep(StudyFolder(folder), kept)
+    before = {path: path.read_bytes() for path in kept.rglob("*.json")}
+    written = []
+
+    def write_three(path: Path, content: bytes) -> None:
+        if len(written) == 3:
+            raise OSError("no space left")
+        written.append(path)
+        path.write_bytes(content)
+
+    monkeypatch.setattr(kept_module, "write_bytes", write_three)
+    with pytest.raises(OSError, match="no space left"):
+        keep(StudyFolder(folder), kept)
+    assert before == {path: path.read_bytes() for path in kept.rglob("*.json")}
+    monkeypatch.undo()
+    keep(StudyFolder(folder), kept)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "study"]
+
+
+def test_a_copy_may_be_reached_by_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "stored").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "stored")
+    for _ in range(2):
+        keep(StudyFolder(folder), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "stored" / "cells.json").exists()

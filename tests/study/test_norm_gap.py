@@ -74,9 +74,11 @@ def test_the_script_measures_before_during_and_after(tmp_path: Path) -> None:
     privacy = record["privacy"]
     assert privacy["epsilon_claimed"] == pytest.approx(8.0, rel=2e-3) and privacy["epsilon"] > 8.5
     table = (out / "table.md").read_text().splitlines()
-    assert [line.split(" | ")[0] for line in table[2:]] == ["| 0", "| 2", "| 3"]
+    assert [line.split(" | ")[0] for line in table[2:5]] == ["| 0", "| 2", "| 3"]
     last = record["rows"][-1]["non_private_ratio_quantiles"]
-    assert f"| {last['0.0']:.4f} | {last['0.5']:.4f} | {last['1.0']:.4f} |" in table[-1]
+    assert f"| {last['0.0']:.4f} | {last['0.5']:.4f} | {last['1.0']:.4f} |" in table[4]
+    assert table[-1].startswith("Loss `next_token`, 192 example gradients (a demonstration), C 1.0, claimed ")
+    assert f"honest epsilon {privacy['epsilon']:.3g}." in table[-1]
     assert (out / "norm_gap.png").read_bytes().startswith(b"\x89PNG")
 
 

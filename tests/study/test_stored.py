@@ -43,11 +43,12 @@ def test_a_study_says_how_it_was_made(name: str) -> None:
             assert read_json(run / "config.json")["settings"]["seed"] == cell["seed"]
 
 
-def test_readme_shows_lines_of_the_stored_report() -> None:
+def test_readme_shows_lines_of_the_stored_reports() -> None:
     readme = (_RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
-    section = readme.split("\n### SST-2 on a laptop\n")[1].split("\n#")[0]
+    section = readme.split("\n### SST-2 on a laptop\n")[1].split("\n## ")[0]
     shown = [line for line in section.splitlines() if line.startswith("|")]
-    sources = (_RESULTS / "sst2-small" / "report.md", *_RESULTS.glob("norm-gap-*/table.md"))
+    reports = (_RESULTS / name / "report.md" for name in STUDIES)
+    sources = (*reports, *_RESULTS.glob("norm-gap-*/table.md"))
     stored = {line for path in sources for line in path.read_text(encoding="utf-8").splitlines()}
     assert len(shown) >= 6 and set(shown) <= stored
     for figure in re.findall(r"\(experiments/results/(\S+)\)", section):
@@ -59,7 +60,9 @@ def test_what_the_naive_norm_does_is_stored(loss: str) -> None:
     folder = _RESULTS / f"norm-gap-{loss.replace('_', '-')}"
     record = read_json(folder / "results.json")
     assert record["settings"]["loss"] == loss and f"--loss {loss} " in record["command"]
-    assert (folder / "table.md").read_text(encoding="utf-8") == f"{norm_gap.table(record['rows'])}\n"
+    assert (folder / "table.md").read_text(encoding="utf-8") == (
+        f"{norm_gap.table(record['rows'])}\n\n{norm_gap.caption(record)}\n"
+    )
     assert (folder / "norm_gap.png").exists()
 
 

@@ -1,19 +1,21 @@
-"""Bootstrap intervals of accuracies and of their differences.
+"""Intervals of accuracies and of their differences: a bootstrap over examples, Student's t over seeds.
 
 Dimension key: S seeds, N evaluation examples, R resamplings.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Shaped
+from scipy import stats
 
 RESAMPLINGS = 10_000
 COVERAGE = 0.95
 
 
 class Interval(NamedTuple):
-    """An estimate with its bootstrap interval, all in the estimate's unit."""
+    """An estimate with its interval, all in the estimate's unit."""
 
     mean: float
     low: float
@@ -27,8 +29,11 @@ class Interval(NamedTuple):
 def interval(values: Shaped[np.ndarray, "S N"]) -> Interval:
     """Returns the mean of values, and where it lies if seeds and examples were drawn anew.
 
-    Both are resampled, each with replacement and independently (the bootstrap of a table's two ways). A
-    single seed can't be resampled: the interval then speaks of the examples alone. For a difference give the
+    Examples are resampled with replacement. Of seeds there are too few for that: resampling three of them
+    never leaves their range, which misses the truth one time in four. So each resampling also draws an error
+    from Student's t with S - 1 degrees of freedom, in units of the mean's standard error over seeds. The two
+    parts share what is peculiar to a seed and an example, so the interval is rather too wide than too narrow.
+    A single seed says nothing of others: its interval speaks of the examples alone. For a difference give the
     differences of two arms on the same seeds and examples, which makes it a paired one.
 
     Args:
@@ -40,9 +45,12 @@ def interval(values: Shaped[np.ndarray, "S N"]) -> Interval:
     # Examples on which all seeds agree are drawn as one, by their share: the same draws, and far fewer.
     kinds, counts = np.unique(values, axis=1, return_counts=True)
     examples = rng.multinomial(num_examples, counts / num_examples, RESAMPLINGS)
-    means = (examples @ kinds.T) / num_examples
-    seeds = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), RESAMPLINGS)
-    draws = np.sum(means * seeds, axis=1) / num_seeds
+    draws = examples @ np.mean(kinds, axis=0) / num_examples
+    deviation = standard_deviation(np.mean(values, axis=1))
+    if deviation is not None:
+        # Its quantiles in a random order: draws whose tails are where they ought to be.
+        errors = stats.t.ppf((np.arange(RESAMPLINGS) + 0.5) / RESAMPLINGS, df=num_seeds - 1)
+        draws += deviation / math.sqrt(num_seeds) * rng.permutation(errors)
     low, high = np.quantile(draws, ((1 - COVERAGE) / 2, (1 + COVERAGE) / 2))
     return Interval(mean=float(np.mean(values)), low=float(low), high=float(high))
 

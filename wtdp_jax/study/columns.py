@@ -27,8 +27,10 @@ GAPS = (
 FACTORS = (
     Column("factor", "contrast"),
     Column("part", "part"),
+    Column("seeds", "seeds"),
     Column("points", "points", "+.2f"),
     Column("95% interval", "interval"),
+    Column("verdict", "verdict"),
     Column("share of the gap, %", "share", ".0f"),
 )
 SAME = (
@@ -59,12 +61,14 @@ ACCURACY_CLAIMS = (
     Column("baseline", "baseline"),
     Column("target epsilon", "target_epsilon", "g"),
     Column("paper, points", "paper"),
+    Column("seeds", "seeds"),
     Column("here, points", "points", "+.2f"),
     Column("95% interval", "interval"),
     Column("verdict", "verdict"),
 )
 MEMORY_CLAIMS = (
     Column("model, task, loss", "place"),
+    Column("measured at", "size"),
     Column("baseline", "baseline"),
     Column("paper", "paper"),
     Column("here, % less", "saving", ".1f"),
@@ -77,4 +81,5 @@ CHOICES = (
     Column("held-out loss", "held_out_loss", ".4f"),
     Column("held-out accuracy, %", "held_out_accuracy", ".2f", 0.01),
     Column("of candidates", "candidates"),
+    Column("at the grid's edge", "edge"),
 )

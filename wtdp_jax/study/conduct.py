@@ -12,10 +12,11 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from wtdp_jax import report
 from wtdp_jax.accounting import calibrate_noise_multiplier
+from wtdp_jax.config import WITHOUT_EFFECT_ON_VALUES
 from wtdp_jax.data import load_split, load_task
 from wtdp_jax.privacy import default_delta
 from wtdp_jax.run_folder import read_json, write_json
@@ -23,7 +24,8 @@ from wtdp_jax.study import cells as study_cells
 from wtdp_jax.study import runs
 from wtdp_jax.study.cells import Cell, Series, cells_of, final_cells, selection_cells, series_of
 from wtdp_jax.study.folder import StudyFolder, choose, chosen_cell
-from wtdp_jax.study.grid import Grid, model_name, task_name
+from wtdp_jax.study.grid import Grid, Measured, model_name, task_name
+from wtdp_jax.study.origins import refuse_other_origins
 from wtdp_jax.study.workers import Call, Failure, run_all
 
 Say = Callable[[str], None]
@@ -54,10 +56,11 @@ class Study:
 
         Raises:
           ValueError: before anything is run, if a task has no rows, or a run in the folder has other
-          settings.
+          settings, or began with another model or other data.
         """
         sizes = self._sizes()
         self._refuse_other_settings(sizes)
+        refuse_other_origins(self.folder, self.grid, self.data_dir, self._compilation)
         self.folder.path.mkdir(parents=True, exist_ok=True)
         record = {
             "begun": self._begun(),
@@ -74,6 +77,10 @@ class Study:
         failures += self._train(selection, sizes)
         failures += self._train(self._chosen(failures), sizes)
         return failures
+
+    def diverged(self) -> list[Cell]:
+        """Returns the grid's runs that diverged: tried again, they would once more."""
+        return [cell for cell in cells_of(self.grid) if self.folder.has_diverged(cell.folder)]
 
     def _begun(self) -> list[dict[str, Any]]:
         """The commands that the study was begun with, in their order: it may grow by arms or seeds."""
@@ -108,10 +115,11 @@ class Study:
         calls = {}
         for series in series_of(self.grid):
             path = self.folder.costs(series.model, series.task, series.loss)
-            if not path.exists() and path not in calls:
-                calls[path] = self._measurement(
-                    series, runs.variants_of(self.grid.measured), self.grid.repeats
-                )
+            measured, wanted = self._measured(series, path), {"nonprivate", *self.grid.measured}
+            if path not in calls and not wanted <= measured:
+                # All of them, those measured before too: seconds compare within one interleaved measurement.
+                engines = tuple(engine for engine in get_args(Measured) if engine in measured | wanted)
+                calls[path] = self._measurement(series, runs.variants_of(engines), self.grid.repeats)
 
         def on_end(path: Path, value: Any, seconds: float) -> None:
             if not isinstance(value, Failure):
@@ -122,19 +130,34 @@ class Study:
         results = run_all(calls, jobs=1, isolate=self.grid.isolate, on_end=on_end)
         return [f"{path}: {value.message}" for path, value in results.items() if isinstance(value, Failure)]
 
+    def _measured(self, series: Series, path: Path) -> set[str]:
+        """The engines whose costs a file has; none if it has those of other sizes or settings."""
+        if not path.exists():
+            return set()
+        cost, settings = read_json(path), self._measured_settings(series)
+        is_alike = cost["physical_batch_size"] == self.grid.physical_batch_size and all(
+            cost["settings"].get(name) == str(value)
+            for name, value in settings.items()
+            if name not in WITHOUT_EFFECT_ON_VALUES
+        )
+        return {row["engine"] for row in cost["rows"]} if is_alike else set()
+
+    def _measured_settings(self, series: Series) -> dict[str, Any]:
+        """What steps are measured with, tied and untied."""
+        settings = study_cells.model_settings(self.grid, series, tie=True, data_dir=self.data_dir)
+        del settings["tie_embeddings"]
+        return settings
+
     def _measurement(
         self, series: Series, variants: list[runs.Variant], repeats: int, *, keeps_programs: bool = True
     ) -> Call:
-        settings = study_cells.model_settings(self.grid, series, tie=True, data_dir=self.data_dir)
-        del settings["tie_embeddings"]
         measure = functools.partial(
             runs.measure_costs,
             repeats=repeats,
             physical_batch_size=self.grid.physical_batch_size,
-            standard=self.grid.standard_engine,
             compilation=self._compilation if keeps_programs else self._compilation._replace(cache=None),
         )
-        return Call(measure, (settings, variants))
+        return Call(measure, (self._measured_settings(series), variants))
 
     @property
     def _compilation(self) -> runs.Compilation:
@@ -203,11 +226,18 @@ class Study:
         for series in series_of(self.grid):
             choice = choices.get(series.chooser.path)
             if choice is None:
-                failures.append(f"{series.path}: nothing to choose from, as selection runs are missing")
+                failures.append(f"{series.path}: {self._why_none_is_chosen(series.chooser)}")
             else:
                 cells += [chosen_cell(cell, choice) for cell in final_cells(self.grid, series)]
         self.folder.add_cells(cells)
         return cells
+
+    def _why_none_is_chosen(self, series: Series) -> str:
+        """Whether trying again would help."""
+        cells = selection_cells(self.grid, series)
+        if all(self.folder.has_diverged(cell.folder) for cell in cells):
+            return "nothing to choose from, as every selection run diverged: give lower learning rates"
+        return "nothing to choose from, as selection runs are missing"
 
     def _config(self, cell: Cell, sizes: dict[str, int], noise_multiplier: float | None) -> Any:
         return study_cells.train_config(
@@ -226,7 +256,9 @@ class Study:
         return read_json(self.folder.choices) if self.folder.choices.exists() else {}
 
     def _tell(self, name: Any, value: Any, seconds: float) -> None:
-        outcome = f"failed: {value.message}" if isinstance(value, Failure) else "done"
+        outcome = "diverged" if self.folder.has_diverged(str(name)) else "done"
+        if isinstance(value, Failure):
+            outcome = f"failed: {value.message}"
         self.say(f"{name} {outcome} ({seconds:.0f} s)")
 
     def plan(self) -> list[str]:

@@ -69,34 +69,53 @@ def gap_rows(evidence: Evidence, place: Place) -> list[Row]:
         for epsilon in epsilons:
             found = difference(evidence, place, contrast.plus, contrast.minus, epsilon)
             if found is not None:
-                rows.append(_row(place, contrast, epsilon, found) | {"verdict": verdict(found)})
+                rows.append(_row(place, contrast, epsilon, found))
     return rows
 
 
 def factor_rows(evidence: Evidence, place: Place, epsilon: float) -> list[Row]:
     """What each factor adds to the gap between the naive tied and the untied arm, in accuracy points.
 
-    A share is formed only where the gap itself is shown to differ from zero.
+    The path's factors are over the seeds that all its arms have, or they would not add up; where an arm has
+    no run there is no path. Shares are formed only where the gap itself is shown to differ from zero.
     """
-    whole = difference(evidence, place, WHOLE_GAP.plus, WHOLE_GAP.minus, epsilon)
-    gap = None
-    if whole is not None and whole.is_evidence and not whole.interval.includes(0.0):
-        gap = whole.interval.mean
-    rows = []
-    parts = (("adds up to the gap", PATH), ("the gap", (WHOLE_GAP,)), ("by itself", DETAILS))
-    for part, contrasts in parts:
-        for contrast in contrasts:
-            found = difference(evidence, place, contrast.plus, contrast.minus, epsilon)
-            if found is None:
-                continue
-            points = found.interval.mean
-            share = 100 * points / gap if gap is not None and part != "by itself" else None
-            rows.append(_row(place, contrast, epsilon, found) | {"part": part, "share": share})
-    return rows
+    rows = [
+        _row(place, contrast, epsilon, found) | {"part": "by itself", "share": None}
+        for contrast in DETAILS
+        if (found := difference(evidence, place, contrast.plus, contrast.minus, epsilon)) is not None
+    ]
+    return _path_rows(evidence, place, epsilon) + rows
+
+
+def _path_rows(evidence: Evidence, place: Place, epsilon: float) -> list[Row]:
+    """The path's factors and the gap that they add up to; none where an arm of it has no run."""
+    arms = {arm for contrast in PATH for arm in (contrast.plus, contrast.minus)}
+    series = [evidence.find(place, arm, epsilon) for arm in arms]
+    seeds = [{run.cell["seed"] for run in found.runs} if found else set[int]() for found in series]
+    common = frozenset(set.intersection(*seeds))
+    path = [
+        found
+        for contrast in (*PATH, WHOLE_GAP)
+        if (found := difference(evidence, place, contrast.plus, contrast.minus, epsilon, among=common))
+    ]
+    if not path:
+        return []
+    gap = path[-1].interval
+    is_shown = all(found.is_evidence for found in path) and not gap.includes(0.0)
+    return [
+        _row(place, contrast, epsilon, found)
+        | {
+            "part": "the gap" if contrast is WHOLE_GAP else "adds up to the gap",
+            "share": 100 * found.interval.mean / gap.mean if is_shown else None,
+        }
+        for contrast, found in zip((*PATH, WHOLE_GAP), path, strict=True)
+    ]
 
 
 def verdict(found: Difference) -> str:
     """Whether a difference is shown, in words."""
+    if found.is_identical:
+        return "the same predictions: nothing to tell apart"
     if not found.is_evidence:
         return f"cannot tell: {found.obstacle}"
     if found.interval.includes(0.0):
@@ -120,5 +139,6 @@ def _row(place: Place, contrast: Contrast, epsilon: float | None, found: Differe
         "low": points.low,
         "high": points.high,
         "interval": bracketed(points),
+        "verdict": verdict(found),
         "folders": found.folders,
     }

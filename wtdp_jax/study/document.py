@@ -3,12 +3,14 @@
 import csv
 import io
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wtdp_jax.benchmark.tables import Column, markdown_table
+from wtdp_jax.data import held_out_size
 from wtdp_jax.run_folder import read_json, write_bytes
 from wtdp_jax.study import claims, columns, contrasts, evidence, plots
 from wtdp_jax.study.arms import ARMS, TIED_EXACT, UNTIED_EXACT
@@ -63,7 +65,7 @@ def write_report(folder: StudyFolder) -> Path:
     _claims(report, found, costs)
     _costs(report, folder, costs)
     _updates_and_signal(report, folder, found)
-    _choices(report, folder, study["grid"])
+    _choices(report, folder, study)
     _missing(report, missing)
     report.write()
     return folder.path / REPORT
@@ -84,12 +86,13 @@ def _in_words(gap: Difference | None) -> str:
         return "not run."
     points = gap.interval
     measured = f"untied minus tied {points.mean:+.2f} points, 95% interval {evidence.bracketed(points)}"
-    seeds = "a single seed" if len(gap.seeds) == 1 else f"{len(gap.seeds)} seeds"
+    seeds = "seed" if len(gap.seeds) == 1 else "seeds"
+    measured += f", {len(gap.seeds)} {seeds}"
     if not gap.is_evidence:
-        return f"cannot tell ({gap.obstacle}); {measured}, {seeds}."
+        return f"cannot tell ({gap.obstacle}); {measured}."
     if points.includes(0.0):
-        return f"no difference shown; {measured}, {seeds}."
-    return f"{'yes' if points.mean > 0 else 'no, tying is better'}; {measured}, {seeds}."
+        return f"no difference shown; {measured}."
+    return f"{'yes' if points.mean > 0 else 'no, tying is better'}; {measured}."
 
 
 def _what_was_run(
@@ -125,8 +128,9 @@ def _accuracy(report: Report, folder: StudyFolder, found: Evidence) -> None:
     report.text(
         "## Accuracy",
         "Percent on the evaluation rows, mean over seeds; the standard deviation is that over seeds. "
-        "Intervals are "
-        "bootstraps over seeds and evaluation examples. An arm whose interval includes the majority rate "
+        "Intervals "
+        "resample the evaluation examples and allow for few seeds by Student's t; that of a single seed is "
+        "for this seed alone. An arm whose interval includes the majority rate "
         "cannot be "
         f"told from guessing. A private run of fewer than {DEMONSTRATION_BELOW:,} example gradients is a "
         "demonstration.",
@@ -149,9 +153,9 @@ def _accuracy(report: Report, folder: StudyFolder, found: Evidence) -> None:
 def _factors(report: Report, found: Evidence) -> None:
     report.text(
         "## How much of the gap each factor explains",
-        "The gap is untied minus tied with naive norms. The first factors lead from one to the other and "
-        "add up to "
-        "it; those by themselves overlap. A share is given only where the gap is shown to differ from zero.",
+        "The gap is untied minus tied with naive norms. The first factors lead from one to the other, over "
+        "the seeds that all of them have, and add up to it; those by themselves overlap. A share is given "
+        "only where the gap is shown to differ from zero.",
     )
     for place in found.places:
         for epsilon in found.epsilons(place):
@@ -166,9 +170,8 @@ def _claims(report: Report, found: Evidence, costs: Mapping[str, Any]) -> None:
         "untying, "
         "and over 60% less memory, with GPT2 and DistilGPT2. Which baseline each is against is not known "
         "here, so "
-        "each is set beside several. Accuracy under standard clipping is that of the exact arms, whose "
-        "update is "
-        "the same.",
+        "each is set beside several, and each verdict is for the model, the task and the size named with it. "
+        "Accuracy under standard clipping is that of the exact arms, whose update is the same.",
     )
     rows = claims.accuracy_claims(found)
     report.table("claims_accuracy", columns.ACCURACY_CLAIMS, rows, "Accuracy could not be tested.")
@@ -248,7 +251,28 @@ def _updates_and_signal(report: Report, folder: StudyFolder, found: Evidence) ->
         report.text("![Signal to noise by step](signal_to_noise.png)")
 
 
-def _choices(report: Report, folder: StudyFolder, grid: Mapping[str, Any]) -> None:
+def _held_out(task: str, num_examples: int, share: float) -> str:
+    """How far an accuracy that settings are chosen by can be trusted."""
+    rows = held_out_size(num_examples, share)
+    return (
+        f"{task}: {rows:,} rows are held out, on which an accuracy has a standard error of up to "
+        f"{50 / math.sqrt(rows):.2f} points. Candidates that are closer than that are told apart by chance."
+    )
+
+
+def _edges(choice: Mapping[str, Any]) -> str:
+    """Which chosen settings are the least or the largest that could be chosen: a wider grid may do better."""
+    edges = []
+    for name, words in (("learning_rate", "learning rate"), ("l2_clip_norm", "clip norm")):
+        values = {row[name] for row in choice["candidates"]}
+        for end, place in ((min, "lowest"), (max, "highest")):
+            if len(values) > 1 and choice["chosen"][name] == end(values):
+                edges.append(f"{place} {words}")
+    return ", ".join(edges) or "–"
+
+
+def _choices(report: Report, folder: StudyFolder, study: Mapping[str, Any]) -> None:
+    grid = study["grid"]
     rates, norms = len(grid["learning_rates"]), len(grid["clip_norms"])
     fair = rates >= FAIR_GRID[0] and norms >= FAIR_GRID[1]
     share, part = grid["held_out_fraction"], grid["selection_share"]
@@ -264,14 +288,17 @@ def _choices(report: Report, folder: StudyFolder, grid: Mapping[str, Any]) -> No
         "final runs alone. The selection looked at private rows: what that costs is in no epsilon here."
     )
     if rates * norms == 1:
-        how = "Every arm had the one learning rate and clip norm that were given: nothing was chosen."
+        how = "Every arm had one learning rate and clip norm, as given: nothing was chosen."
     report.text("## How learning rates and clip norms were chosen", how, *too_small)
+    if rates * norms > 1:
+        report.text(*(_held_out(task, rows, share) for task, rows in study["num_examples"].items()))
     known = read_json(folder.choices) if folder.choices.exists() else {}
     rows = [
         {
             "series": series,
             **choice["chosen"],
             "candidates": len(choice["candidates"]),
+            "edge": _edges(choice),
             "folders": [row["folder"] for row in choice["candidates"]],
         }
         for series, choice in known.items()

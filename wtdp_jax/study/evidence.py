@@ -50,8 +50,9 @@ class SeriesResult:
 
     @functools.cached_property
     def accuracy(self) -> Interval:
-        """Mean accuracy, with its interval."""
-        return interval(self.right)
+        """Mean accuracy, with its interval; with few seeds that one may leave what an accuracy can be."""
+        found = interval(self.right)
+        return found._replace(low=max(found.low, 0.0), high=min(found.high, 1.0))
 
     @property
     def majority_rate(self) -> float:
@@ -124,27 +125,45 @@ class Evidence:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One arm's accuracy minus another's, on the seeds that both have."""
+    """One arm's accuracy minus another's, on the seeds that both have.
+
+    Attributes:
+      plus: an arm's runs.
+      minus: another's.
+      among: the only seeds that count; None: all.
+    """
 
     plus: SeriesResult
     minus: SeriesResult
+    among: frozenset[int] | None = None
 
     @property
     def seeds(self) -> list[int]:
         """The seeds that both have."""
-        return sorted(self._by_seed(self.plus).keys() & self._by_seed(self.minus).keys())
+        common = self._by_seed(self.plus).keys() & self._by_seed(self.minus).keys()
+        return sorted(common if self.among is None else common & self.among)
+
+    @property
+    def _points(self) -> np.ndarray:
+        """(S, N): 1 where the first alone is right, -1 where the second alone is."""
+        plus, minus = self._by_seed(self.plus), self._by_seed(self.minus)
+        rows = [np.subtract(plus[seed].right, minus[seed].right) for seed in self.seeds]
+        return np.array(rows, np.float64)
 
     @functools.cached_property
     def interval(self) -> Interval:
         """In accuracy points (percent)."""
-        plus, minus = self._by_seed(self.plus), self._by_seed(self.minus)
-        rows = [np.subtract(plus[seed].right, minus[seed].right) for seed in self.seeds]
-        return Interval(*(100 * value for value in interval(np.array(rows, np.float64))))
+        return Interval(*(100 * value for value in interval(self._points)))
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether both predict the same, example by example."""
+        return not self._points.any()
 
     @property
     def is_evidence(self) -> bool:
-        """Whether both arms learned, and saw enough examples."""
-        return all(s.has_learned and not s.is_demonstration for s in (self.plus, self.minus))
+        """Whether both arms learned, saw enough examples, and have more than one seed."""
+        return not self.obstacle
 
     @property
     def obstacle(self) -> str:
@@ -153,7 +172,9 @@ class Difference:
         stuck = [s.arm for s in both if not s.has_learned]
         if stuck:
             return f"{' and '.join(stuck)} not shown to exceed the majority rate"
-        return "a demonstration: too few example gradients" if any(s.is_demonstration for s in both) else ""
+        if any(s.is_demonstration for s in both):
+            return "a demonstration: too few example gradients"
+        return "a single seed" if len(self.seeds) == 1 else ""
 
     @property
     def folders(self) -> list[str]:
@@ -167,13 +188,19 @@ class Difference:
 
 
 def difference(
-    evidence: Evidence, place: Place, plus: str, minus: str, epsilon: float | None
+    evidence: Evidence,
+    place: Place,
+    plus: str,
+    minus: str,
+    epsilon: float | None,
+    *,
+    among: frozenset[int] | None = None,
 ) -> Difference | None:
-    """Returns what one arm gains over another; None where they have no seed in common."""
+    """Returns what one arm gains over another; None where they have no seed in common (of those `among`)."""
     first, second = evidence.find(place, plus, epsilon), evidence.find(place, minus, epsilon)
     if first is None or second is None:
         return None
-    found = Difference(first, second)
+    found = Difference(first, second, among)
     return found if found.seeds else None
 
 

@@ -9,13 +9,14 @@ selection/, cells/   run folders as finetune.py leaves them
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from wtdp_jax.metrics import read_metrics
 from wtdp_jax.run_folder import RunFolder, read_json, write_json
 from wtdp_jax.study import cells as study_cells
+from wtdp_jax.study.arms import ARMS
 from wtdp_jax.study.cells import Cell, Series
 from wtdp_jax.study.grid import Grid, model_name, task_name
 
@@ -68,8 +69,11 @@ class StudyFolder:
 
     def has_ended(self, folder: str) -> bool:
         """Whether the run in a folder below the study's has ended for good."""
-        run = RunFolder(self.path / folder)
-        return run.results.exists() or (run.path / DIVERGED).exists()
+        return RunFolder(self.path / folder).results.exists() or self.has_diverged(folder)
+
+    def has_diverged(self, folder: str) -> bool:
+        """Whether the run in a folder below the study's has diverged, as it would again."""
+        return (self.path / folder / DIVERGED).exists()
 
     def add_cells(self, cells: Iterable[Cell]) -> None:
         """Writes runs into the list of all, over older entries of the same folders."""
@@ -169,31 +173,52 @@ def read_runs(folder: StudyFolder) -> tuple[list[Run], list[dict[str, Any]]]:
     """Returns the finished final runs, and the cells of those that are missing or diverged.
 
     Raises:
-      ValueError: if the folder holds no study.
+      ValueError: if the folder holds no study, or runs to be compared began with other models or data.
     """
     if not folder.cells.exists():
         raise ValueError(f"folder must hold a study (cells.json), got {folder.path}")
-    finished, missing = [], []
+    finished, missing, identities = [], [], []
     for cell in read_json(folder.cells):
         if cell["purpose"] != "final":
             continue
         run = RunFolder(folder.path / cell["folder"])
         if not run.results.exists():
-            missing.append({**cell, "diverged": (run.path / DIVERGED).exists()})
+            missing.append({**cell, "diverged": folder.has_diverged(cell["folder"])})
             continue
-        predictions = read_json(run.predictions)
+        config, predictions = read_json(run.config), read_json(run.predictions)
+        identities.append((cell, config["identity"]))
         finished.append(
             Run(
                 cell=cell,
                 results=read_json(run.results),
                 privacy=read_json(run.privacy),
-                settings=read_json(run.config)["settings"],
+                settings=config["settings"],
                 right=predictions["right"],
                 labels=predictions["labels"],
                 rows=read_metrics(run.metrics),
             )
         )
+    _refuse_mixed(identities)
     return finished, missing
+
+
+def _refuse_mixed(identities: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """Refuses runs to be compared that did not begin with one model and the same data."""
+    first: dict[tuple[Any, ...], tuple[str, str]] = {}
+    for cell, identity in identities:
+        place = (cell["model"], cell["task"], cell["loss"])
+        groups = {
+            "initial_model": (*place, ARMS[cell["arm"]].tie),
+            "non_private_train_data": place,
+            "eval_data": place,
+        }
+        for name, group in groups.items():
+            value, folder = first.setdefault((name, *group), (identity[name], cell["folder"]))
+            if identity[name] != value:
+                raise ValueError(
+                    f"{name} must be one for all runs of {', '.join(place)}, got {value[:12]} in {folder} "
+                    f"and {identity[name][:12]} in {cell['folder']}"
+                )
 
 
 def read_costs(folder: StudyFolder) -> dict[str, dict[str, Any]]:

@@ -45,7 +45,8 @@ class Grid:
       max_length: longest sequence in tokens; None: as the model and the task have it.
       length_multiple: as in `TrainConfig.length_multiple`.
       engine: of private arms that don't form per-example gradients.
-      standard_engine: of those that do.
+      standard_engine: what the short arms of standard clipping train with: the update is the same. Their
+        memory and time are always measured of the materialized engine, which forms them all at once.
       remat: as in `TrainConfig.remat`.
       dtype: as in `TrainConfig.dtype`.
       measured: engines whose step memory and time are measured, besides non-private steps.

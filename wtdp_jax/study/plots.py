@@ -49,15 +49,14 @@ def plot_accuracies(path: Path, rows: Sequence[Row]) -> None:
     figure = Figure(len(places), height=1.2 + 0.28 * tallest, width=6.5)
     for number, place in enumerate(places):
         shown = [row for row in rows if _place(row) == place]
-        axes = figure.panel(number, title=place, xlabel="accuracy, %")
+        axes = figure.panel(number, title=place, xlabel="accuracy, % (dotted: the majority rate)")
         for height, row in enumerate(shown):
             color = _TIED if ARMS[row["arm"]].tie else _UNTIED
             axes.plot([row["low"], row["high"]], [height, height], color=color)
             axes.plot(row["accuracy"], height, marker="o", color=color)
         axes.set_yticks(range(len(shown)), [_series_label(row) for row in shown])
-        axes.axvline(shown[0]["majority"], color="0.5", linestyle=":", label="majority rate")
+        axes.axvline(shown[0]["majority"], color="0.5", linestyle=":")
         axes.invert_yaxis()
-        axes.legend(loc="lower right")
     figure.write(path)
 
 

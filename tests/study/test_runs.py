@@ -37,7 +37,7 @@ def test_a_step_that_does_not_fit_is_planned_and_not_run(monkeypatch: pytest.Mon
 
     small, large = (row["step_bytes"] for row in measure().values())
     assert large > 2 * small
-    monkeypatch.setattr(compiled, "device_memory", lambda: 2 * small)
+    monkeypatch.setattr(compiled, "device_memory", lambda: 3 * small)
     rows = measure()
     assert len(rows["tied nonprivate"]["seconds"]) == 1
     assert rows["tied standard"]["seconds"] is None and rows["tied standard"]["step_bytes"] == large

@@ -108,7 +108,9 @@ def test_a_path_is_over_the_seeds_that_all_its_arms_have() -> None:
     assert sum(row["points"] for row in path) == pytest.approx(gap["points"])
     runs = [run for run in runs if run.cell["arm"] != a.TIED_DOUBLE_NOISE]
     rows = contrasts.factor_rows(Evidence(runs), fakes.PLACE, 8.0)
-    assert not [row for row in rows if row["part"] != "by itself"]
+    part = [row for row in rows if row["part"] != "by itself"]
+    assert [row["minus"] for row in part] == [a.TIED_NAIVE, a.TIED_NAIVE]
+    assert all(row["share"] is None and row["seeds"] == 2 for row in part)
 
 
 def test_the_paths_factors_add_up_to_the_gap() -> None:

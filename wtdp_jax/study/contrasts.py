@@ -76,8 +76,8 @@ def gap_rows(evidence: Evidence, place: Place) -> list[Row]:
 def factor_rows(evidence: Evidence, place: Place, epsilon: float) -> list[Row]:
     """What each factor adds to the gap between the naive tied and the untied arm, in accuracy points.
 
-    The path's factors are over the seeds that all its arms have, or they would not add up; where an arm has
-    no run there is no path. Shares are formed only where the gap itself is shown to differ from zero.
+    The path's factors are over the seeds that all its arms have, or they would not add up. Shares are formed
+    only of a whole path, and where the gap itself is shown to differ from zero.
     """
     rows = [
         _row(place, contrast, epsilon, found) | {"part": "by itself", "share": None}
@@ -88,27 +88,26 @@ def factor_rows(evidence: Evidence, place: Place, epsilon: float) -> list[Row]:
 
 
 def _path_rows(evidence: Evidence, place: Place, epsilon: float) -> list[Row]:
-    """The path's factors and the gap that they add up to; none where an arm of it has no run."""
+    """The path's factors and the gap that they add up to, as far as their arms have runs."""
     arms = {arm for contrast in PATH for arm in (contrast.plus, contrast.minus)}
-    series = [evidence.find(place, arm, epsilon) for arm in arms]
-    seeds = [{run.cell["seed"] for run in found.runs} if found else set[int]() for found in series]
-    common = frozenset(set.intersection(*seeds))
-    path = [
-        found
+    known = [series for arm in arms if (series := evidence.find(place, arm, epsilon)) is not None]
+    seeds = [{run.cell["seed"] for run in series.runs} for series in known]
+    common = frozenset(set.intersection(*seeds)) if seeds else frozenset()
+    path = {
+        contrast: found
         for contrast in (*PATH, WHOLE_GAP)
         if (found := difference(evidence, place, contrast.plus, contrast.minus, epsilon, among=common))
-    ]
-    if not path:
-        return []
-    gap = path[-1].interval
-    is_shown = all(found.is_evidence for found in path) and not gap.includes(0.0)
+    }
+    is_whole = len(path) == len(PATH) + 1 and all(found.is_evidence for found in path.values())
+    gap = path[WHOLE_GAP].interval if is_whole else None
+    is_shown = gap is not None and not gap.includes(0.0)
     return [
         _row(place, contrast, epsilon, found)
         | {
             "part": "the gap" if contrast is WHOLE_GAP else "adds up to the gap",
-            "share": 100 * found.interval.mean / gap.mean if is_shown else None,
+            "share": 100 * found.interval.mean / gap.mean if gap is not None and is_shown else None,
         }
-        for contrast, found in zip((*PATH, WHOLE_GAP), path, strict=True)
+        for contrast, found in path.items()
     ]
 
 

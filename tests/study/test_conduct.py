@@ -1,6 +1,7 @@
 """What a study does with what is in its folder; the worker processes are played."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ class _Workers:
         if call.function is conduct.calibrate:
             return 0.5
         settings, variants = call.arguments
-        options = call.function.keywords  # type: ignore[attr-defined]
+        assert isinstance(call.function, functools.partial)
+        options = call.function.keywords
         self.measured.append(([variant.name for variant in variants], options))
         rows = [{**v._asdict(), "step_bytes": 1, "seconds": [1.0 * len(self.measured)]} for v in variants]
         written = {name: str(value) for name, value in settings.items()}

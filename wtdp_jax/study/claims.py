@@ -28,6 +28,9 @@ MEMORY_BASELINES = (
 """What the untied step's memory is compared with: (baseline, untied variant, tied variant)."""
 
 
+_NO_NORM_TEST = "; the naive arm predicts as the exact one does, so this says nothing of its norm"
+
+
 def accuracy_claims(evidence: Evidence) -> list[Row]:
     """One row for each place, baseline and epsilon: the paper's gain beside ours, and a verdict."""
     rows = []
@@ -51,9 +54,6 @@ def accuracy_claims(evidence: Evidence) -> list[Row]:
                     }
                 )
     return rows
-
-
-_NO_NORM_TEST = "; the naive arm predicts as the exact one does, so this says nothing of its norm"
 
 
 def _accuracy_verdict(found: Difference | None) -> str:

@@ -100,12 +100,12 @@ def _path_rows(evidence: Evidence, place: Place, epsilon: float) -> list[Row]:
     }
     is_whole = len(path) == len(PATH) + 1 and all(found.is_evidence for found in path.values())
     gap = path[WHOLE_GAP].interval if is_whole else None
-    is_shown = gap is not None and not gap.includes(0.0)
+    total = None if gap is None or gap.includes(0.0) else gap.mean
     return [
         _row(place, contrast, epsilon, found)
         | {
             "part": "the gap" if contrast is WHOLE_GAP else "adds up to the gap",
-            "share": 100 * found.interval.mean / gap.mean if gap is not None and is_shown else None,
+            "share": None if total is None else 100 * found.interval.mean / total,
         }
         for contrast, found in path.items()
     ]

@@ -143,7 +143,7 @@ class Difference:
         common = self._by_seed(self.plus).keys() & self._by_seed(self.minus).keys()
         return sorted(common if self.among is None else common & self.among)
 
-    @property
+    @functools.cached_property
     def _points(self) -> np.ndarray:
         """(S, N): 1 where the first alone is right, -1 where the second alone is."""
         plus, minus = self._by_seed(self.plus), self._by_seed(self.minus)

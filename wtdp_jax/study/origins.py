@@ -34,17 +34,16 @@ def refuse_other_origins(
     Raises:
       ValueError: in one line, if a run began with something else, or if what is given cannot be loaded.
     """
-    loading, calls = {}, {}
+    begun, calls = [], {}
     for cell, config in _begun(folder):
-        settings = _now(cell, config, grid, data_dir)
-        if settings is not None:
-            key = loading[cell["folder"]] = tuple(settings.items())
-            calls[key] = Call(runs.fingerprints, (settings, compilation))
+        given = _now(cell, config, grid, data_dir)
+        if given is not None:
+            key = tuple(given.items())
+            begun.append((cell, config, key))
+            calls[key] = Call(runs.fingerprints, (given, compilation))
     found = run_all(calls, jobs=1, isolate=False, retries=0)
-    for cell, config in _begun(folder):
-        if cell["folder"] in loading:
-            key = loading[cell["folder"]]
-            _compare(folder.path / cell["folder"], cell, config, dict(key), found[key])
+    for cell, config, key in begun:
+        _compare(folder.path / cell["folder"], cell, config, dict(key), found[key])
 
 
 def _begun(folder: StudyFolder) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:

@@ -4,6 +4,7 @@ from tests.study import fakes
 from wtdp_jax.study import arms as a
 from wtdp_jax.study import claims, contrasts, evidence
 from wtdp_jax.study.evidence import Evidence, difference
+from wtdp_jax.study.folder import Costs
 
 
 def _rows(runs: list, arm: str) -> dict:
@@ -157,7 +158,7 @@ def test_memory_is_judged_against_each_baseline() -> None:
         **{"physical_batch_size": 8, "length": 16, "tied_parameters": 1_500_000},
         "rows": [{"name": name, "step_bytes": size} for name, size in sizes.items()],
     }
-    rows = claims.memory_claims({"costs/m/t/lm.json": cost})
+    rows = claims.memory_claims([Costs("costs/m/t/lm.json", cost)])
     assert [round(row["saving"], 1) for row in rows] == [-20.0, -50.0, 67.5, -18.2, 87.0]
     verdicts = [row["verdict"].partition(" ")[0] for row in rows]
     assert verdicts == ["did", "did", "reproduced", "did", "reproduced"]

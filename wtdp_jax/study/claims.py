@@ -5,12 +5,12 @@ Private Settings Under DP-SGD?", arXiv 2609.40335. Of its figures two are known 
 points gained by untying, and over 60% less memory.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 from wtdp_jax.study import arms as a
 from wtdp_jax.study.contrasts import GAPS
 from wtdp_jax.study.evidence import Difference, Evidence, Row, bracketed, difference
+from wtdp_jax.study.folder import Costs
 
 PAPER_POINTS = 4.74
 """Accuracy points that untying gains at most, as the paper has it."""
@@ -76,19 +76,12 @@ def _accuracy_verdict(found: Difference | None) -> str:
     return f"did not reproduce: no gain shown, and one of {PAPER_POINTS} is excluded"
 
 
-def memory_claims(costs: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """One row for each measured model and baseline: memory saved by untying, on the whole step.
-
-    Args:
-      costs: contents of the cost files, by path.
-    """
+def memory_claims(costs: Sequence[Costs]) -> list[Row]:
+    """One row for each measured model and baseline: memory saved by untying, on the whole step."""
     rows = []
-    for path, cost in costs.items():
-        of_variant = {row["name"]: row["step_bytes"] for row in cost["rows"]}
-        size = (
-            f"B {cost['physical_batch_size']}, T {cost['length']}, "
-            f"{cost['tied_parameters'] / 1e6:.4g}M tied parameters"
-        )
+    for cost in costs:
+        of_variant = {row["name"]: row["step_bytes"] for row in cost.rows}
+        parameters = f"{cost.contents['tied_parameters'] / 1e6:.4g}M tied parameters"
         for engine in ("ghost", "bookkeeping"):
             for baseline, untied, tied in MEMORY_BASELINES:
                 names = untied.format(engine), tied.format(engine)
@@ -99,15 +92,15 @@ def memory_claims(costs: Mapping[str, Mapping[str, Any]]) -> list[Row]:
                 saving = 100 * (1 - of_variant[names[0]] / of_variant[names[1]])
                 rows.append(
                     {
-                        "place": path.removeprefix("costs/").removesuffix(".json").replace("/", ", "),
-                        "size": size,
+                        "place": cost.place,
+                        "size": f"{cost.sizes}, {parameters}",
                         "baseline": f"{baseline} ({engine})" if "{}" in untied else baseline,
                         "paper": f"over {PAPER_SAVING:g}% less",
                         "untied_bytes": of_variant[names[0]],
                         "tied_bytes": of_variant[names[1]],
                         "saving": saving,
                         "verdict": _memory_verdict(saving),
-                        "folders": [path],
+                        "folders": [cost.file],
                     }
                 )
     return rows

@@ -280,8 +280,7 @@ class Study:
         return [
             *lines,
             f"{len(lines)} runs, about {total / 3600:.2g} hours of training left in one process (start of a "
-            "process, "
-            "compilation, evaluation and the cost measurement come on top)",
+            "process, compilation, evaluation and the cost measurement come on top)",
             *sorted(how),
         ]
 

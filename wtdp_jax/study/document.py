@@ -15,7 +15,7 @@ from wtdp_jax.run_folder import read_json, write_bytes
 from wtdp_jax.study import claims, columns, contrasts, evidence, plots
 from wtdp_jax.study.arms import ARMS, TIED_EXACT, UNTIED_EXACT
 from wtdp_jax.study.evidence import DEMONSTRATION_BELOW, Difference, Evidence, Row, difference
-from wtdp_jax.study.folder import Run, StudyFolder, read_costs, read_runs
+from wtdp_jax.study.folder import Costs, Run, StudyFolder, read_costs, read_runs
 from wtdp_jax.study.grid import FAIR_GRID
 
 REPORT = "report.md"
@@ -116,11 +116,9 @@ def _what_was_run(
         f"{', '.join(sorted(machines))}. "
         f"Versions: {', '.join(sorted(versions))}.",
         arms,
-        "All private arms of one epsilon have one noise multiplier, the exact norm's; the naive arm's "
-        "honest epsilon "
-        "is therefore larger, and stands beside the one it would claim. Private arms of one seed draw the "
-        "same "
-        "batches.",
+        "All private arms of one epsilon have one noise multiplier, the exact norm's; the naive arm's honest "
+        "epsilon is therefore larger, and stands beside the one it would claim. Private arms of one seed "
+        "draw the same batches.",
     ]
 
 
@@ -128,11 +126,9 @@ def _accuracy(report: Report, folder: StudyFolder, found: Evidence) -> None:
     report.text(
         "## Accuracy",
         "Percent on the evaluation rows, mean over seeds; the standard deviation is that over seeds. "
-        "Intervals "
-        "resample the evaluation examples and allow for few seeds by Student's t; that of a single seed is "
-        "for this seed alone. An arm whose interval includes the majority rate "
-        "cannot be "
-        f"told from guessing. A private run of fewer than {DEMONSTRATION_BELOW:,} example gradients is a "
+        "Intervals resample the evaluation examples and allow for few seeds by Student's t; that of a single "
+        "seed is for this seed alone. An arm whose interval includes the majority rate cannot be told from "
+        f"guessing. A private run of fewer than {DEMONSTRATION_BELOW:,} example gradients is a "
         "demonstration.",
     )
     rows = []
@@ -163,15 +159,14 @@ def _factors(report: Report, found: Evidence) -> None:
             report.table("factors", columns.FACTORS, contrasts.factor_rows(found, place, epsilon))
 
 
-def _claims(report: Report, found: Evidence, costs: Mapping[str, Any]) -> None:
+def _claims(report: Report, found: Evidence, costs: Sequence[Costs]) -> None:
     report.text(
         "## The paper's claims",
         "El Mais, Chehab, Issa and Tajeddine (arXiv 2609.40335) report up to 4.74 accuracy points gained by "
-        "untying, "
-        "and over 60% less memory, with GPT2 and DistilGPT2. Which baseline each is against is not known "
-        "here, so "
-        "each is set beside several, and each verdict is for the model, the task and the size named with it. "
-        "Accuracy under standard clipping is that of the exact arms, whose update is the same.",
+        "untying, and over 60% less memory, with GPT2 and DistilGPT2. Which baseline each is against is not "
+        "known here, so each is set beside several, and each verdict is for the model, the task and the size "
+        "named with it. Accuracy under standard clipping is that of the exact arms, whose update is the "
+        "same.",
     )
     rows = claims.accuracy_claims(found)
     report.table("claims_accuracy", columns.ACCURACY_CLAIMS, rows, "Accuracy could not be tested.")
@@ -179,22 +174,20 @@ def _claims(report: Report, found: Evidence, costs: Mapping[str, Any]) -> None:
     report.table("claims_memory", columns.MEMORY_CLAIMS, rows, "Memory could not be tested.")
 
 
-def _costs(report: Report, folder: StudyFolder, costs: Mapping[str, Any]) -> None:
+def _costs(report: Report, folder: StudyFolder, costs: Sequence[Costs]) -> None:
     report.text(
         "## Memory and time of a step",
-        "One program of gradient, noise and adam on one physical batch: all its memory as the compiler "
-        "plans it, "
-        "parameters, moments, gradient and noise included; median time of interleaved rounds.",
+        "One program of gradient, noise and adam on one physical batch: all its memory as the compiler plans "
+        "it, parameters, moments, gradient and noise included; median time of interleaved rounds.",
     )
     shown = []
-    for path, cost in costs.items():
-        place = path.removeprefix("costs/").removesuffix(".json").replace("/", ", ")
-        rows = [_cost_row(row, cost["rows"], place, path) for row in cost["rows"]]
-        sizes = f"B {cost['physical_batch_size']}, T {cost['length']}"
-        tied, untied = cost.get("tied_parameters", 0), cost.get("untied_parameters", 0)
+    for cost in costs:
+        rows = [_cost_row(row, cost) for row in cost.rows]
+        tied, untied = (cost.contents[f"{tying}_parameters"] for tying in ("tied", "untied"))
         parameters = f"{tied:,} tied and {untied:,} untied parameters"
-        environment = cost["environment"]
-        report.text(f"### {place}", f"{sizes}; {parameters}; {json.dumps(environment['device'])}.")
+        environment = cost.contents["environment"]
+        device = json.dumps(environment["device"])
+        report.text(f"### {cost.place}", f"{cost.sizes}; {parameters}; {device}.")
         if environment.get("most_optimizations_left_out"):
             report.text("Compiled without most optimizations, to be quick: memory and time are not typical.")
         report.table("costs", columns.COSTS, rows)
@@ -204,19 +197,19 @@ def _costs(report: Report, folder: StudyFolder, costs: Mapping[str, Any]) -> Non
         report.text("![Memory of a step](memory.png)")
 
 
-def _cost_row(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], place: str, path: str) -> Row:
+def _cost_row(row: Mapping[str, Any], cost: Costs) -> Row:
     """A measured step, with ratios to the tied non-private one."""
-    (base,) = [r for r in rows if r["name"] == "tied nonprivate"] or [rows[0]]
+    (base,) = [r for r in cost.rows if r["name"] == "tied nonprivate"] or [cost.rows[0]]
     seconds, base_seconds = (statistics.median(r["seconds"]) if r["seconds"] else None for r in (row, base))
     return {
-        "place": place,
+        "place": cost.place,
         "name": row["name"],
         "tie": row["tie"],
         "step_bytes": row["step_bytes"],
         "memory_ratio": row["step_bytes"] / base["step_bytes"],
         "median_seconds": seconds,
         "time_ratio": seconds / base_seconds if seconds and base_seconds else None,
-        "folders": [path],
+        "folders": [cost.file],
     }
 
 
@@ -224,8 +217,7 @@ def _updates_and_signal(report: Report, folder: StudyFolder, found: Evidence) ->
     report.text(
         "## The same update by different ways",
         "Standard clipping, the materialized norm and the cross-term are one mechanism: with the same seed "
-        "their losses "
-        "must agree, step by step.",
+        "their losses must agree, step by step.",
     )
     signal, lines = [], []
     for place in found.places:
@@ -241,9 +233,9 @@ def _updates_and_signal(report: Report, folder: StudyFolder, found: Evidence) ->
     report.text(
         "## Signal to noise",
         "The norm of the clipped sum over sigma C sqrt(parameters), the noise's norm; a mean over steps and "
-        "seeds, "
-        "computed from un-noised sums and so not private. Untying adds trained parameters, and noise on "
-        "each. Where next to no example is clipped, the norm that clips makes no difference to the update.",
+        "seeds, computed from un-noised sums and so not private. Untying adds trained parameters, and noise "
+        "on each. Where next to no example is clipped, the norm that clips makes no difference to the "
+        "update.",
     )
     report.table("signal_to_noise", columns.SIGNAL, signal)
     if any(points for _, _, points in lines):
@@ -280,12 +272,10 @@ def _choices(report: Report, folder: StudyFolder, study: Mapping[str, Any]) -> N
     too_small = [] if fair else [f"The grid is smaller than the {least} of a fair comparison."]
     how = (
         f"Every arm had the same grid of {rates} learning rates and {norms} clip norms (without clipping, "
-        "the "
-        f"learning rates alone), and chose by accuracy on {share:.0%} of the TRAINING rows, held out of "
-        "runs that "
-        f"are {part:g} times as long as the final ones and have their noise. The evaluation rows were read "
-        "for the "
-        "final runs alone. The selection looked at private rows: what that costs is in no epsilon here."
+        f"the learning rates alone), and chose by accuracy on {share:.0%} of the TRAINING rows, held out of "
+        f"runs that are {part:g} times as long as the final ones and have their noise. The evaluation rows "
+        "were read for the final runs alone. The selection looked at private rows: what that costs is in no "
+        "epsilon here."
     )
     if rates * norms == 1:
         how = "Every arm had one learning rate and clip norm, as given: nothing was chosen."

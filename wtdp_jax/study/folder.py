@@ -10,7 +10,7 @@ selection/, cells/   run folders as finetune.py leaves them
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from wtdp_jax.metrics import read_metrics
@@ -221,7 +221,35 @@ def _refuse_mixed(identities: Iterable[tuple[Mapping[str, Any], Mapping[str, Any
                 )
 
 
-def read_costs(folder: StudyFolder) -> dict[str, dict[str, Any]]:
-    """Returns the measured costs by file, relative to the study's folder."""
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What a step of one model, task and loss takes, as the report reads it.
+
+    Attributes:
+      file: path below the study's folder.
+      contents: of that file.
+    """
+
+    file: str
+    contents: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        """The names of model, task and loss."""
+        return ", ".join(PurePosixPath(self.file).with_suffix("").parts[1:])
+
+    @property
+    def sizes(self) -> str:
+        """Physical batch and length."""
+        return f"B {self.contents['physical_batch_size']}, T {self.contents['length']}"
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each variant that was measured."""
+        return self.contents["rows"]
+
+
+def read_costs(folder: StudyFolder) -> list[Costs]:
+    """Returns the measured costs, in the order of their files."""
     files = sorted((folder.path / "costs").rglob("*.json"))
-    return {path.relative_to(folder.path).as_posix(): read_json(path) for path in files}
+    return [Costs(path.relative_to(folder.path).as_posix(), read_json(path)) for path in files]
